@@ -1,0 +1,1 @@
+"""The policy's network, its cache, and the tokenizers."""
