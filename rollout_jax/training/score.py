@@ -1,0 +1,36 @@
+"""Log-probs of sampled tokens under given parameters: one forward, the same code as the decoder's."""
+
+import jax
+import jax.numpy as jnp
+
+from rollout_jax.distribution import Distribution
+from rollout_jax.models.transformer import Policy
+from rollout_jax.training.microbatch import fill
+from rollout_jax.types import Array, PyTree
+
+
+def score(
+  policy: Policy, distribution: Distribution, params: PyTree, tokens_BT: Array
+) -> tuple[Array, Array, Array]:
+  """For each token given those before it: log-prob, whether the sampling distribution holds it, and the entropy there.
+
+  All three are [B, T]; the first position, which nothing predicts, has log-prob 0 and counts as held. Rows are
+  left-aligned, so padding at the right is seen by no real token.
+  """
+  rows, length = tokens_BT.shape
+  position_BT = jnp.broadcast_to(jnp.arange(length - 1), (rows, length - 1))
+  hidden_BTD = policy.hidden(params, tokens_BT[:, :-1], position_BT)
+  logits_BTV = policy.logits(params, hidden_BTD)
+  logp_BT, inside_BT = distribution.score(logits_BTV, tokens_BT[:, 1:])
+  entropy_BT = distribution.entropy(jax.lax.stop_gradient(logits_BTV))
+  first = ((0, 0), (1, 0))
+  return jnp.pad(logp_BT, first), jnp.pad(inside_BT, first, constant_values=True), jnp.pad(entropy_BT, first)
+
+
+def score_rows(
+  policy: Policy, distribution: Distribution, params: PyTree, tokens_BT: Array, live_B: Array, micro: int
+) -> Array:
+  """Log-probs [B, T] of the rows that are live, in microbatches; zero for microbatches without one."""
+  body = lambda rows: score(policy, distribution, params, rows)[0]
+  like = jax.ShapeDtypeStruct(tokens_BT.shape, jnp.float32)
+  return jax.lax.stop_gradient(fill(body, tokens_BT, live_B, micro, like))

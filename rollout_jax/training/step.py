@@ -1,0 +1,240 @@
+"""The training step: one jitted function from a collected batch to new parameters and a report.
+
+Order (design): reward, filter, select, advantage -> score the kept rows -> correct -> epochs x minibatches of microbatches
+-> curriculum and tables. Nothing here depends on which methods a chain holds.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from rollout_jax import keys, masked
+from rollout_jax.distribution import Distribution
+from rollout_jax.models.transformer import Policy
+from rollout_jax.training.microbatch import fold
+from rollout_jax.training.score import score, score_rows
+from rollout_jax.training.state import TrainState
+from rollout_jax.transforms.chain import Chain
+from rollout_jax.types import Array, Curriculum, Loss, Mean, PyTree, Report, RolloutBatch, Source, Tokens
+
+
+@flax.struct.dataclass
+class Rows:
+  """What a loss needs of each row, [B, ...]; a microbatch is some of these rows."""
+
+  tokens_BT: Array
+  keep_BT: Array
+  correction_BT: Array
+  advantage_BT: Array
+  behaviour_logp_BT: Array
+  proximal_logp_BT: Array | None
+  reference_logp_BT: Array | None
+  weight_B: Array  # the aggregation's weight of each token of the row
+
+
+class Objective(NamedTuple):
+  """What is minimised. `row_weight(kept_B, original_B) -> weight_B`; `kl(tokens) -> (kl_n, Report)` or None."""
+
+  loss: Loss
+  kl: Callable[[Tokens], tuple[Array, Report]] | None
+  row_weight: Callable[[Array, Array], Array]
+
+
+class Schedule(NamedTuple):
+  """How often a batch is used: epochs over it, minibatches (optimizer steps) an epoch, rows a microbatch, and the run's seed."""
+
+  epochs: int
+  minibatches: int
+  micro: int
+  seed: int
+
+
+def make_train_step(
+  *,
+  policy: Policy,
+  distribution: Distribution,
+  chain: Chain,
+  objective: Objective,
+  curriculum: Curriculum,
+  tx: optax.GradientTransformation,
+  schedule: Schedule,
+  score_proximal: bool,
+  score_reference: bool,
+) -> Callable[[TrainState, dict[str, PyTree], RolloutBatch], tuple[TrainState, Report]]:
+  """The function (state, frozen, batch) -> (state, report), to be jitted with `state` donated.
+
+  `frozen['reference']` is read if `score_reference`. With one update per batch and no member that reads the proximal
+  log-probs, `score_proximal` may be false: the loss then sees the learner's own, with the gradient stopped.
+  """
+
+  def train_step(state: TrainState, frozen: dict[str, PyTree], collected: RolloutBatch) -> tuple[TrainState, Report]:
+    extra = {'version': state.step}
+    batch, transform_state, report = chain.before_score(collected, state.transform_state, **extra)
+    live_B = _rows(jnp.any(batch.keep_PGT > 0, axis=2))
+    tokens_BT = _rows(batch.tokens_PGT)
+    for wanted, name, params in (
+      (score_proximal, 'proximal_logp_PGT', state.params['policy']),
+      (score_reference, 'reference_logp_PGT', frozen.get('reference')),
+    ):
+      if wanted:
+        logp_BT = score_rows(policy, distribution, params, tokens_BT, live_B, schedule.micro)
+        batch = batch.replace(**{name: logp_BT.reshape(batch.shape)})
+    batch, transform_state, corrected = chain.after_score(batch, transform_state, **extra)
+    state, learned = _learn(state, batch)
+    transform_state = chain.observe(collected, transform_state)
+    curriculum_state = curriculum.update(collected, state.curriculum_state)
+    state = state.replace(
+      step=state.step + 1, transform_state=transform_state, curriculum_state=curriculum_state
+    )
+    return state, {**report, **corrected, **learned, **_ledger(collected, batch)}
+
+  def _learn(state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Report]:
+    """Epochs times minibatches of optimizer steps; prompts are dealt to minibatches by a permutation named by step and epoch."""
+    prompts = batch.shape[0]
+    live_P = jnp.any(batch.keep_PGT > 0, axis=(1, 2))
+    numbers = jnp.arange(schedule.epochs * schedule.minibatches)
+
+    def update(state: TrainState, number: Array) -> tuple[TrainState, Report]:
+      epoch, mini = number // schedule.minibatches, number % schedule.minibatches
+      key = keys.wrap(keys.named(schedule.seed, 'minibatch', state.step, epoch))
+      order_P = jax.random.permutation(key, prompts)
+      order_P = order_P[jnp.argsort(~live_P[order_P], stable=True)]
+      # Deal like cards, so that each minibatch gets its share of the live prompts.
+      mine_p = lax.dynamic_index_in_dim(order_P.reshape(-1, schedule.minibatches), mini, axis=1, keepdims=False)
+      return _update(state, jax.tree.map(lambda x: x[mine_p], batch))
+
+    if len(numbers) == 1:
+      return _update(state, batch)
+    state, reports = lax.scan(update, state, numbers)
+    return state, _first_update(reports)
+
+  def _update(state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Report]:
+    """One optimizer step on one minibatch; nothing changes if no token is kept, or if something is not finite."""
+    kept_B = _rows(jnp.sum(batch.keep_PGT * batch.exists_PG[:, :, None], axis=2))
+    original_B = kept_B if batch.original_PG is None else _rows(batch.original_PG)
+    rows = Rows(
+      tokens_BT=_rows(batch.tokens_PGT),
+      keep_BT=_rows(batch.keep_PGT * batch.exists_PG[:, :, None]),
+      correction_BT=_rows(batch.correction_PGT),
+      advantage_BT=_rows(batch.advantage_PGT),
+      behaviour_logp_BT=_rows(batch.behaviour_logp_PGT),
+      proximal_logp_BT=_rows(batch.proximal_logp_PGT),
+      reference_logp_BT=_rows(batch.reference_logp_PGT),
+      weight_B=objective.row_weight(kept_B, original_B),
+    )
+    rows = jax.lax.stop_gradient(rows)
+    known_BT = rows.behaviour_logp_BT if rows.proximal_logp_BT is None else rows.proximal_logp_BT
+    scalars = objective.loss.prepare(_flatten(rows, known_BT, rows.keep_BT))
+
+    def of_microbatch(rows: Rows) -> tuple[Array, PyTree, Report]:
+      value = lambda params: _weighted_loss(params, rows, scalars)
+      (loss, report), gradient = jax.value_and_grad(value, has_aux=True)(state.params['policy'])
+      return loss, gradient, report
+
+    loss, gradient, report = fold(of_microbatch, rows, kept_B > 0, schedule.micro)
+    return _apply(state, loss, gradient, jnp.any(kept_B > 0), report)
+
+  def _weighted_loss(params: PyTree, rows: Rows, scalars: PyTree) -> tuple[Array, Report]:
+    learner_BT, inside_BT, entropy_BT = score(policy, distribution, params, rows.tokens_BT)
+    keep_BT = rows.keep_BT * inside_BT
+    tokens = _flatten(rows, learner_BT, keep_BT)
+    loss_n, report = objective.loss.value(tokens, scalars)
+    report = {**report, **_gap(tokens), 'policy/entropy': masked.average(entropy_BT.reshape(-1), tokens.keep_n)}
+    report['gap/outside'] = masked.average(~inside_BT, rows.keep_BT)
+    if objective.kl is not None:
+      kl_n, kl_report = objective.kl(tokens)
+      loss_n, report = loss_n + kl_n, {**report, **kl_report}
+    weight_n = rows.weight_B[tokens.row_n] * tokens.coefficient_n
+    return masked.total(loss_n, weight_n), report
+
+  def _apply(
+    state: TrainState, loss: Array, gradient: PyTree, any_kept: Array, report: Report
+  ) -> tuple[TrainState, Report]:
+    norm = optax.global_norm(gradient)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    apply = any_kept & finite
+    safe = jax.tree.map(lambda g: jnp.where(finite, g, 0), gradient)
+    change, opt_state = tx.update(safe, state.opt_state['policy'], state.params['policy'])
+    params = optax.apply_updates(state.params['policy'], change)
+    choose = lambda new, old: jax.tree.map(lambda a, b: jnp.where(apply, a, b), new, old)
+    one = jnp.ones((), jnp.float32)
+    report = {
+      **report,
+      'loss/total': Mean(jnp.where(apply, loss, 0.0), apply.astype(jnp.float32)),
+      'update/norm': Mean(jnp.where(apply, norm, 0.0), apply.astype(jnp.float32)),
+      'update/applied': Mean(apply.astype(jnp.float32), one),
+      'update/not_finite': Mean((~finite).astype(jnp.float32), one),
+      'update/empty': Mean((~any_kept).astype(jnp.float32), one),
+    }
+    bad = jnp.where(finite, 0, state.bad + 1)
+    return (
+      state.replace(
+        update=state.update + apply,
+        bad=bad,
+        params={'policy': choose(params, state.params['policy'])},
+        opt_state={'policy': choose(opt_state, state.opt_state['policy'])},
+      ),
+      report,
+    )
+
+  return train_step
+
+
+def _rows(x: Array | None) -> Array | None:
+  """[P, G, ...] -> [B, ...]."""
+  return None if x is None else x.reshape(-1, *x.shape[2:])
+
+
+def _flatten(rows: Rows, learner_BT: Array, keep_BT: Array) -> Tokens:
+  count, length = rows.tokens_BT.shape
+  flat = lambda x_BT: None if x_BT is None else x_BT.reshape(-1)
+  proximal_BT = lax.stop_gradient(learner_BT) if rows.proximal_logp_BT is None else rows.proximal_logp_BT
+  return Tokens(
+    learner_logp_n=flat(learner_BT),
+    proximal_logp_n=flat(proximal_BT),
+    behaviour_logp_n=flat(rows.behaviour_logp_BT),
+    reference_logp_n=flat(rows.reference_logp_BT),
+    advantage_n=flat(rows.advantage_BT),
+    keep_n=flat(keep_BT),
+    coefficient_n=flat(keep_BT * rows.correction_BT),
+    row_n=jnp.repeat(jnp.arange(count), length),
+    rows=count,
+  )
+
+
+def _gap(tokens: Tokens) -> Report:
+  """How far the learner's log-probs are from those that were recorded while sampling (behaviours U10, U11)."""
+  gap_n = tokens.learner_logp_n - tokens.behaviour_logp_n
+  size_n = jnp.abs(gap_n)
+  ratio_n = jnp.exp(jnp.clip(gap_n, -20.0, 20.0))
+  return {
+    'gap/mean': masked.average(size_n, tokens.keep_n),
+    'gap/ratio': masked.average(ratio_n, tokens.keep_n),
+    'gap/above_0.001': masked.average(size_n > 1e-3, tokens.keep_n),
+    'gap/above_0.1': masked.average(size_n > 1e-1, tokens.keep_n),
+  }
+
+
+def _first_update(reports: Report) -> Report:
+  """Sums reports over the updates of a batch; the gap is that of the first update, before the policy moved."""
+  return {
+    name: jax.tree.map((lambda x: x[0]) if name.startswith('gap/') else (lambda x: x.sum(0)), mean)
+    for name, mean in reports.items()
+  }
+
+
+def _ledger(collected: RolloutBatch, batch: RolloutBatch) -> Report:
+  """Counts for the token ledger: what was decoded into the batch, and what of it has a weight in the loss."""
+  decoded_PGT = (collected.source_PGT == Source.DECODED) & collected.exists_PG[:, :, None]
+  trained_PGT = batch.exists_PG[:, :, None] * batch.keep_PGT * batch.correction_PGT > 0
+  return {
+    'ledger/decoded': masked.count(decoded_PGT),
+    'ledger/trained': masked.count(trained_PGT),
+    'ledger/rows': masked.count(collected.exists_PG),
+    'ledger/trained_rows': masked.count(jnp.any(trained_PGT, axis=2)),
+  }
