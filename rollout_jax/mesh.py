@@ -27,19 +27,17 @@ RULES: dict[str, str | tuple[str, ...]] = {
 
 
 def make_mesh(shape: Sequence[int]) -> Mesh:
-  """A mesh over the first data * fsdp * tensor devices; one entry may be -1 (whatever is left)."""
-  shape, devices = tuple(shape), jax.devices()
+  """A mesh over the first data * fsdp * tensor devices; one entry may be -1: as many as there are devices for."""
+  devices = jax.devices()
   known = math.prod(size for size in shape if size != -1)
-  fits = len(shape) == 3 and shape.count(-1) <= 1 and all(size == -1 or size > 0 for size in shape)
-  if fits and -1 in shape:
-    fits = len(devices) % known == 0 and known <= len(devices)
-    shape = tuple(len(devices) // known if size == -1 else size for size in shape)
-  if not fits or math.prod(shape) > len(devices):
+  sizes = tuple(len(devices) // known if size == -1 and known > 0 else size for size in shape)
+  size = math.prod(sizes)
+  if len(sizes) != len(AXES) or min(sizes) < 1 or size > len(devices) or (-1 in shape and size != len(devices)):
     raise ConfigError(
-      f'a mesh wants three sizes (data, fsdp, tensor) whose product is at most the {len(devices)} available device(s), '
-      f'one of them may be -1; got {shape}. Change the mesh, or start with more devices.'
+      f'a mesh wants three sizes (data, fsdp, tensor) whose product is at most the {len(devices)} available device(s); '
+      f'one may be -1 if the others divide that number. Got {tuple(shape)}: change it, or start with more devices.'
     )
-  return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: math.prod(shape)])
+  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:size])
 
 
 def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...] | None = None) -> NamedSharding:

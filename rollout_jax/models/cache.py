@@ -31,8 +31,9 @@ def empty(layers: int, shape_SKTC: tuple[int, int, int, int], dtype: str) -> Cac
 
 def write(cache_SKTC: Array, x_SWKC: Array, position_SW: Array) -> Array:
   """The cache with token w of row s stored at `position_SW`; a position outside [0, T) must not come."""
-  row_S1 = jnp.arange(cache_SKTC.shape[0])[:, None]
-  return mesh.constrain(cache_SKTC.at[row_S1, :, position_SW].set(x_SWKC), *AXES)
+  # Over rows by vmap, so that the partitioner sees that no row writes to another: with a row index it gathers them all.
+  store = jax.vmap(lambda cache_KTC, x_WKC, position_W: cache_KTC.at[:, position_W].set(x_WKC.swapaxes(0, 1)))
+  return mesh.constrain(store(cache_SKTC, x_SWKC, position_SW), *AXES)
 
 
 def visible(position_SW: Array, length: int) -> Array:
