@@ -27,9 +27,9 @@ def mean(table: Beta) -> Array:
 def observe(table: Beta, prompt_P: Array, success_P: Array, failure_P: Array, *, decay: float, prior: float) -> Beta:
   """The table after these numbers of right and wrong rows.
 
-  An observed prompt's counts first move towards the prior, decay * count + (1 - decay) * prior (MoPPS, arXiv 2507.04632);
-  once, also if the prompt stands in the batch more than once. A prompt of -1, or without a row, writes nothing; every other
-  entry keeps its bits.
+  An observed prompt's counts first move towards the prior, decay * count + (1 - decay) * prior (MoPPS, arXiv
+  2507.04632); once, also if the prompt stands in the batch more than once. A prompt of -1, or without a row, writes
+  nothing; every other entry keeps its bits.
   """
   size = table.success_N.shape[0]
   # A negative index would count from the end of the table.
