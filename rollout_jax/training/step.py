@@ -38,10 +38,9 @@ class Rows:
 
 
 class Objective(NamedTuple):
-  """What is minimised. `row_weight(kept_B, original_B) -> weight_B`; `kl(tokens) -> (kl_n, Report)` or None."""
+  """What is minimised: the loss per token, and `row_weight(kept_PG, original_PG) -> weight_PG` of a minibatch."""
 
   loss: Loss
-  kl: Callable[[Tokens], tuple[Array, Report]] | None
   row_weight: Callable[[Array, Array], Array]
 
 
@@ -65,15 +64,18 @@ def make_train_step(
   schedule: Schedule,
   score_proximal: bool,
   score_reference: bool,
-) -> Callable[[TrainState, dict[str, PyTree], RolloutBatch], tuple[TrainState, Report]]:
-  """The function (state, frozen, batch) -> (state, report), to be jitted with `state` donated.
+) -> Callable[[TrainState, dict[str, PyTree], RolloutBatch], tuple[TrainState, tuple[Report, Array]]]:
+  """The function (state, frozen, batch) -> (state, (report, reward_PG)), to be jitted with `state` donated.
+
+  `reward_PG` are the rewards of the rows as collected.
 
   `frozen['reference']` is read if `score_reference`. With one update per batch and no member that reads the proximal
   log-probs, `score_proximal` may be false: the loss then sees the learner's own, with the gradient stopped.
   """
 
-  def train_step(state: TrainState, frozen: dict[str, PyTree], collected: RolloutBatch) -> tuple[TrainState, Report]:
+  def train_step(state: TrainState, frozen: dict[str, PyTree], collected: RolloutBatch):
     extra = {'version': state.step}
+    rewarded = chain.reward(collected, state.transform_state, **extra)
     batch, transform_state, report = chain.before_score(collected, state.transform_state, **extra)
     live_B = _rows(jnp.any(batch.keep_PGT > 0, axis=2))
     tokens_BT = _rows(batch.tokens_PGT)
@@ -86,12 +88,14 @@ def make_train_step(
         batch = batch.replace(**{name: logp_BT.reshape(batch.shape)})
     batch, transform_state, corrected = chain.after_score(batch, transform_state, **extra)
     state, learned = _learn(state, batch)
+    learned['update/bad_in_a_row'] = masked.count(state.bad)
     transform_state = chain.observe(collected, transform_state)
     curriculum_state = curriculum.update(collected, state.curriculum_state)
     state = state.replace(
       step=state.step + 1, transform_state=transform_state, curriculum_state=curriculum_state
     )
-    return state, {**report, **corrected, **learned, **_ledger(collected, batch)}
+    report = {**report, **corrected, **learned, **_ledger(collected, batch)}
+    return state, (report, rewarded.reward_PG)
 
   def _learn(state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Report]:
     """Epochs times minibatches of optimizer steps; prompts are dealt to minibatches by a permutation named by step and epoch."""
@@ -115,17 +119,18 @@ def make_train_step(
 
   def _update(state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Report]:
     """One optimizer step on one minibatch; nothing changes if no token is kept, or if something is not finite."""
-    kept_B = _rows(jnp.sum(batch.keep_PGT * batch.exists_PG[:, :, None], axis=2))
-    original_B = kept_B if batch.original_PG is None else _rows(batch.original_PG)
+    keep_PGT = batch.keep_PGT * batch.exists_PG[:, :, None]
+    kept_PG = jnp.sum(keep_PGT, axis=2)
+    live_B = _rows(kept_PG > 0)
     rows = Rows(
       tokens_BT=_rows(batch.tokens_PGT),
-      keep_BT=_rows(batch.keep_PGT * batch.exists_PG[:, :, None]),
+      keep_BT=_rows(keep_PGT),
       correction_BT=_rows(batch.correction_PGT),
       advantage_BT=_rows(batch.advantage_PGT),
       behaviour_logp_BT=_rows(batch.behaviour_logp_PGT),
       proximal_logp_BT=_rows(batch.proximal_logp_PGT),
       reference_logp_BT=_rows(batch.reference_logp_PGT),
-      weight_B=objective.row_weight(kept_B, original_B),
+      weight_B=_rows(objective.row_weight(kept_PG, batch.original_PG)),
     )
     rows = jax.lax.stop_gradient(rows)
     known_BT = rows.behaviour_logp_BT if rows.proximal_logp_BT is None else rows.proximal_logp_BT
@@ -136,8 +141,8 @@ def make_train_step(
       (loss, report), gradient = jax.value_and_grad(value, has_aux=True)(state.params['policy'])
       return loss, gradient, report
 
-    loss, gradient, report = fold(of_microbatch, rows, kept_B > 0, schedule.micro)
-    return _apply(state, loss, gradient, jnp.any(kept_B > 0), report)
+    loss, gradient, report = fold(of_microbatch, rows, live_B, schedule.micro)
+    return _apply(state, loss, gradient, jnp.any(live_B), report)
 
   def _weighted_loss(params: PyTree, rows: Rows, scalars: PyTree) -> tuple[Array, Report]:
     learner_BT, inside_BT, entropy_BT = score(policy, distribution, params, rows.tokens_BT)
@@ -146,9 +151,6 @@ def make_train_step(
     loss_n, report = objective.loss.value(tokens, scalars)
     report = {**report, **_gap(tokens), 'policy/entropy': masked.average(entropy_BT.reshape(-1), tokens.keep_n)}
     report['gap/outside'] = masked.average(~inside_BT, rows.keep_BT)
-    if objective.kl is not None:
-      kl_n, kl_report = objective.kl(tokens)
-      loss_n, report = loss_n + kl_n, {**report, **kl_report}
     weight_n = rows.weight_B[tokens.row_n] * tokens.coefficient_n
     return masked.total(loss_n, weight_n), report
 

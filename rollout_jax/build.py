@@ -1,0 +1,239 @@
+"""From a config to the parts of a run. The only module that reads a ConfigDict; everything below takes plain arguments."""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from ml_collections import ConfigDict
+
+from rollout_jax import curricula, keys, losses, schedulers, tasks, transforms
+from rollout_jax.decoding.engine import engine
+from rollout_jax.distribution import Distribution, distribution
+from rollout_jax.fetch import Fetcher
+from rollout_jax.losses.aggregation import row_weight
+from rollout_jax.losses.kl import add, kl
+from rollout_jax.mesh import make_mesh, replicated, sharding
+from rollout_jax.models.tokenizers import Tokenizer, byte, characters
+from rollout_jax.models.transformer import Policy, Shape, transformer
+from rollout_jax.resolve import bind, fields, resolve, sections
+from rollout_jax.rollout.collect import Desk
+from rollout_jax.rollout.verify import Verifier
+from rollout_jax.schedulers.base import Scheduler
+from rollout_jax.tasks.base import Task
+from rollout_jax.training.optimizer import optimizer
+from rollout_jax.training.state import init_state, state_shardings
+from rollout_jax.training.step import Objective, Schedule, make_train_step
+from rollout_jax.transforms import chain as chains
+from rollout_jax.types import ConfigError, Curriculum, PyTree, Transform
+
+METHODS = (transforms, losses, curricula, schedulers, tasks)
+
+
+class Base(NamedTuple):
+  """What supervised fine-tuning, training and evaluation share: the task, the policy, and where it lies."""
+
+  task: Task
+  tokenizer: Tokenizer
+  policy: Policy
+  mesh: Mesh
+  length: int  # T: tokens of a row
+
+
+class Parts(NamedTuple):
+  """The parts of a run of RL."""
+
+  base: Base
+  desk: Desk  # rolls out for training
+  greedy: Desk  # rolls out for evaluation, greedily
+  sampled: Desk  # rolls out for evaluation, as in training but under keys of its own
+  scheduler: Scheduler
+  curriculum: Curriculum
+  group: int  # G
+  capacity: int  # P of a batch
+  lag: int  # versions between the policy that samples and the one that trains
+  batch_sharding: NamedSharding
+  init: Any  # params -> TrainState, jitted
+  train_step: Any  # (state, frozen, batch) -> (state, report), jitted
+  sample: Any  # curriculum state -> (curriculum state, prompt_P), jitted
+  fetcher: Fetcher
+  reference: bool  # whether the step reads frozen['reference']
+  evaluate_every: int
+  checkpoint_every: int
+  bad_updates: int
+  logged_rows: int
+  header: Mapping[str, Any]
+
+
+def build_base(config: ConfigDict) -> Base:
+  """Task, tokenizer, policy and mesh. Raises ConfigError where they do not fit."""
+  task = bind(resolve(config.task, tasks, 'task'), _section(config, config.task), {})
+  tokenizer = byte() if task.alphabet is None else characters(task.alphabet)
+  policy = transformer(Shape(vocab_size=tokenizer.vocab_size, **config.model))
+  return Base(task, tokenizer, policy, make_mesh(config.mesh.train), config.rollout.prompt_length + config.rollout.answer_length)
+
+
+def build_tx(config: ConfigDict) -> optax.GradientTransformation:
+  """The optimizer of RL."""
+  section = config.optimizer.to_dict()
+  del section['bad_updates']
+  return optimizer(section.pop('name'), **section)
+
+
+def build_verifier(config: ConfigDict) -> Verifier:
+  """Starts the verifiers' worker processes; close it when done."""
+  v = config.verifier
+  return Verifier(
+    config.task, _section(config, config.task), workers=v.workers, limit_s=v.limit_s, error_budget=v.error_budget
+  )
+
+
+def build(config: ConfigDict, verifier: Verifier) -> Parts:
+  """All parts of a run. Everything that can be refused is refused here, before anything compiles."""
+  base, rollout = build_base(config), config.rollout
+  facts = {
+    'prompts': rollout.prompts,
+    'group': rollout.group,
+    'size': base.task.size,
+    'length': base.length,
+    'prompt_length': rollout.prompt_length,
+    'steps': config.steps,
+  }
+  scheduler = bind(resolve(config.scheduler, schedulers, 'scheduler'), _section(config, config.scheduler), facts)
+  curriculum = bind(resolve(config.curriculum, curricula, 'curriculum'), _section(config, config.curriculum), facts)
+  members = [
+    bind(resolve(name, transforms, 'transform'), _section(config, name), facts) for name in config.transforms
+  ]
+  loss = bind(resolve(config.loss, losses, 'loss'), _section(config, config.loss), facts)
+  loss = add(loss, kl(**config.kl))
+  shards = math.prod(base.mesh.shape[axis] for axis in ('data', 'fsdp'))
+  step = math.lcm(shards, config.minibatches)
+  capacity = -(-scheduler.capacity // step) * step
+  _check_sizes(config, shards)
+  chains.check(members, loss, (capacity, rollout.group, base.length))
+
+  sampling = distribution(**config.distribution)
+  tx = build_tx(config)
+  chain = chains.chain(*members)
+  scores = chains.reads_score(members, loss, config.epochs * config.minibatches)
+  train_step = make_train_step(
+    policy=base.policy,
+    distribution=sampling,
+    chain=chain,
+    objective=Objective(
+      loss=loss,
+      row_weight=row_weight(
+        config.aggregation.mode, config.aggregation.denominator, constant=config.aggregation.constant
+      ),
+    ),
+    curriculum=curriculum,
+    tx=tx,
+    schedule=Schedule(config.epochs, config.minibatches, config.microbatch, config.seed),
+    score_proximal=scores.proximal,
+    score_reference=scores.reference,
+  )
+  make = lambda params: init_state(params, tx, chain.init(), curriculum.init())
+  shardings = state_shardings(base.policy, tx, base.mesh, jax.eval_shape(make, base.policy.shapes))
+  everywhere = replicated(base.mesh)
+  desk = _desk(config, base, sampling, verifier, 'rollout')
+  return Parts(
+    base=base,
+    desk=desk,
+    greedy=_desk(config, base, distribution(greedy=True), verifier, 'greedy', desk.fetcher),
+    sampled=dataclasses.replace(desk, seed=_seed(config, 'sampled')),
+    scheduler=scheduler,
+    curriculum=curriculum,
+    group=rollout.group,
+    capacity=capacity,
+    lag=rollout.lag,
+    batch_sharding=sharding(base.mesh, ('batch',)),
+    init=jax.jit(make, out_shardings=shardings),
+    train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, everywhere)),
+    sample=jax.jit(
+      lambda state: curriculum.sample(state, keys.named(config.seed, 'curriculum')), out_shardings=everywhere
+    ),
+    fetcher=desk.fetcher,
+    reference=scores.reference,
+    evaluate_every=config.evaluation.every,
+    checkpoint_every=config.checkpoint.every,
+    bad_updates=config.optimizer.bad_updates,
+    logged_rows=config.log.rollouts,
+    header=_header(config, members, scheduler, curriculum, sampling),
+  )
+
+
+def _desk(config: ConfigDict, base: Base, sampling: Distribution, verifier: Verifier, purpose: str) -> Desk:
+  """A desk with an engine of its own: the distribution is compiled into it."""
+  r, task, tokenizer = config.rollout, base.task, base.tokenizer
+  return Desk(
+    engine=engine(
+      base.policy,
+      sampling,
+      slots=r.slots,
+      length=base.length,
+      prompt_length=r.prompt_length,
+      end_tokens=tokenizer.end_tokens,
+      mesh=base.mesh,
+    ),
+    prompt=lambda split, index: tokenizer.encode(task.prompt(split, index).text),
+    text=tokenizer.decode,
+    verifier=verifier,
+    fetcher=Fetcher(),
+    seed=_seed(config, purpose),
+    pad=tokenizer.pad,
+    slots=r.slots,
+    length=base.length,
+    answer_length=r.answer_length,
+    prefill=r.prefill,
+    chunk=r.chunk,
+    refill=r.refill,
+    delay=config.verifier.delay,
+  )
+
+
+def _seed(config: ConfigDict, purpose: str) -> int:
+  """The seed of the row keys of one purpose, so that training and evaluation never share a key."""
+  return zlib.crc32(f'{purpose}/{config.seed}'.encode())
+
+
+def _section(config: ConfigDict, name: str) -> Mapping[str, Any]:
+  """The section of a method; a user's own method at a dotted path has one if the config gives it one."""
+  section = config.get(name.rpartition('.')[2], None)
+  return {} if section is None else section.to_dict()
+
+
+def _check_sizes(config: ConfigDict, shards: int) -> None:
+  r = config.rollout
+  for name, size in (('rollout.slots', r.slots), ('microbatch', config.microbatch)):
+    if size % shards:
+      raise ConfigError(
+        f'{name} is {size}, but rows are cut over data * fsdp = {shards} devices: make it a multiple of {shards}, '
+        f'or change mesh.train {tuple(config.mesh.train)}.'
+      )
+  for name, size in (('rollout.prompts', r.prompts), ('rollout.group', r.group), ('rollout.chunk', r.chunk)):
+    if size < 1:
+      raise ConfigError(f'{name} must be at least 1, but is {size}.')
+
+
+def unused_changes(config: ConfigDict) -> list[str]:
+  """Fields of methods that were changed although nothing uses the method, such as `pods.m = 2`."""
+  used = {config.task, config.loss, config.curriculum, config.scheduler, *config.transforms}
+  return [
+    f'{name}.{field} = {config[name][field]!r}'
+    for name, section in sections(*METHODS).items()
+    for field, default in section.items()
+    if name not in used and config[name][field] != default
+  ]
+
+
+def _header(config: ConfigDict, members: list[Transform], scheduler: Scheduler, curriculum: Curriculum, sampling: Distribution) -> Mapping[str, Any]:
+  """What the run's header says of the methods: each with its correctness class, and the class of the whole."""
+  classes = {member.spec.name: member.spec.correctness.value for member in members}
+  classes |= {config.scheduler: scheduler.correctness.value, config.curriculum: curriculum.correctness.value}
+  if config.rollout.lag:
+    classes['lag'] = 'corrected' if 'tis' in config.transforms else 'empirical'
+  return {'methods': classes, 'sampling': sampling.description, 'changed_but_unused': unused_changes(config)}

@@ -1,0 +1,37 @@
+"""Where time goes, with compilation apart: JAX's own monitoring events say how long tracing and compiling took."""
+
+import time
+
+import jax
+
+EVENTS = (
+  '/jax/core/compile/jaxpr_trace_duration',
+  '/jax/core/compile/jaxpr_to_mlir_module_duration',
+  '/jax/core/compile/backend_compile_duration',
+)
+
+
+class Clock:
+  """Seconds since the last call of `lap`, and how many of these went into tracing and compiling; counts compiled programs."""
+
+  def __init__(self) -> None:
+    self.compiled = 0  # programs compiled (or read from the compilation cache) so far
+    self._compiling = 0.0
+    self._mark = (time.perf_counter(), 0.0)
+    jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+  def _hear(self, event: str, duration: float, **_: object) -> None:
+    if event in EVENTS:
+      self._compiling += duration
+      self.compiled += event == EVENTS[-1]
+
+  def lap(self) -> tuple[float, float]:
+    """(seconds without compilation, seconds of compilation) since the last lap."""
+    (then, compiled), now = self._mark, time.perf_counter()
+    self._mark = (now, self._compiling)
+    spent = self._compiling - compiled
+    return max(now - then - spent, 0.0), spent
+
+  def close(self) -> None:
+    """Stops listening."""
+    jax.monitoring.unregister_event_duration_listener(self._hear)

@@ -1,0 +1,171 @@
+"""Supervised fine-tuning on a task's demonstrations: a from-scratch policy learns enough for RL to have something to improve.
+
+A warm start is a folder: `params/` holds the result, `checkpoints/` where a run that was cut goes on, `config.json` what it
+was made of. Many runs of RL can start from one.
+"""
+
+import json
+import pathlib
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rollout_jax import masked
+from rollout_jax.build import Base
+from rollout_jax.distribution import distribution
+from rollout_jax.fetch import Fetcher
+from rollout_jax.mesh import replicated, sharding
+from rollout_jax.resolve import flatten_diff
+from rollout_jax.training.checkpoint import Checkpointer
+from rollout_jax.training.score import score
+from rollout_jax.training.state import TrainState, init_state, state_shardings
+from rollout_jax.types import Array, ConfigError, PyTree
+from rollout_jax.writers import progress, say, write_json
+
+EVERY = 100  # updates between two checkpoints
+
+
+class Plan(NamedTuple):
+  """How long and on what: `steps` updates on `batch` demonstrations each, of the first `demonstrations` train prompts."""
+
+  steps: int
+  batch: int
+  demonstrations: int
+  seed: int
+
+
+def fine_tune(
+  base: Base, tx: optax.GradientTransformation, plan: Plan, params: PyTree, folder: pathlib.Path, made_of: Mapping[str, Any]
+) -> PyTree:
+  """The parameters after `plan`, from `params`; also left in `folder`/params. Goes on where an earlier call was cut.
+
+  Raises ConfigError if the folder holds something else, or if the task has no demonstrations.
+  """
+  claim(folder, made_of)
+  done = load(base, folder)
+  if done is not None:
+    return done
+  make = lambda params: init_state(params, tx)
+  shardings = state_shardings(base.policy, tx, base.mesh, jax.eval_shape(make, base.policy.shapes))
+  state = jax.jit(make, out_shardings=shardings)(params)
+  step_function = jax.jit(
+    make_sft_step(base, tx), donate_argnums=0, out_shardings=(shardings, replicated(base.mesh))
+  )
+  with Checkpointer(folder / 'checkpoints', keep=1) as checkpoints:
+    found = checkpoints.restore({'state': state})
+    first = 0
+    if found is not None:
+      first, state = found[0], found[1]['state']
+    state = _updates(base, step_function, plan, state, first, checkpoints)
+    params = state.params['policy']
+  with Checkpointer(folder / 'params', keep=1) as result:
+    result.save(plan.steps, {'policy': params}, {})
+  return params
+
+
+def _updates(base: Base, step_function, plan: Plan, state: TrainState, first: int, checkpoints: Checkpointer) -> TrainState:
+  fetcher, loss = Fetcher(), None
+  where = sharding(base.mesh, ('batch', None))
+  with progress('fine-tuning', plan.steps) as advance:
+    advance(first)
+    for step in range(first, plan.steps):
+      tokens_BT, keep_BT = jax.device_put(demonstrations(base, plan, step), where)
+      state, loss = step_function(state, tokens_BT, keep_BT)
+      advance(1)
+      if (step + 1) % EVERY == 0 and step + 1 < plan.steps:
+        checkpoints.save(step + 1, {'state': state}, {})
+  if loss is not None:
+    say(f'fine-tuning: loss {float(fetcher("loss", loss)):.3f} per token after {plan.steps} updates')
+  return state
+
+
+def make_sft_step(base: Base, tx: optax.GradientTransformation):
+  """The function (state, tokens_BT, keep_BT) -> (state, loss): one update on the mean negative log-likelihood per kept token."""
+  plain = distribution()
+
+  def sft_step(state: TrainState, tokens_BT: Array, keep_BT: Array) -> tuple[TrainState, Array]:
+    def loss(params: PyTree) -> Array:
+      logp_BT, _, _ = score(base.policy, plain, params, tokens_BT)
+      return -masked.mean(logp_BT, keep_BT)
+
+    value, gradient = jax.value_and_grad(loss)(state.params['policy'])
+    change, opt_state = tx.update(gradient, state.opt_state['policy'], state.params['policy'])
+    params = optax.apply_updates(state.params['policy'], change)
+    one = jnp.ones((), jnp.int32)
+    state = state.replace(
+      step=state.step + one,
+      update=state.update + one,
+      params={'policy': params},
+      opt_state={'policy': opt_state},
+    )
+    return state, value
+
+  return sft_step
+
+
+def demonstrations(base: Base, plan: Plan, step: int) -> tuple[np.ndarray, np.ndarray]:
+  """Tokens [B, T] and loss mask [B, T] of an update: prompts in a new order each epoch, the answer and one end token in the loss."""
+  task, tokenizer = base.task, base.tokenizer
+  size = min(plan.demonstrations or task.size, task.size)
+  tokens_BT = np.full((plan.batch, base.length), tokenizer.pad, np.int32)
+  keep_BT = np.zeros((plan.batch, base.length), np.float32)
+  for b in range(plan.batch):
+    number = step * plan.batch + b
+    index = int(_order(plan.seed, number // size, size)[number % size])
+    prompt = task.prompt('train', index)
+    if prompt.demonstration is None:
+      raise ConfigError(
+        'This task has no demonstrations to fine-tune on: set sft.steps=0, or warm_start to the folder of a policy.'
+      )
+    asked = tokenizer.encode(prompt.text)
+    ids = [*asked, *tokenizer.encode(prompt.demonstration), tokenizer.end_tokens[0]]
+    if len(ids) > base.length:
+      raise ConfigError(
+        f'Demonstration {index} has {len(ids)} tokens with its prompt, a row has {base.length}: raise rollout.answer_length.'
+      )
+    tokens_BT[b, : len(ids)] = ids
+    keep_BT[b, len(asked) : len(ids)] = 1
+  return tokens_BT, keep_BT
+
+
+def _order(seed: int, epoch: int, size: int, cache: dict = {}) -> np.ndarray:
+  """The order of an epoch, named by seed and epoch."""
+  name = (seed, epoch, size)
+  if name not in cache:
+    cache.clear()
+    cache[name] = np.random.default_rng([zlib.crc32(b'demonstrations'), seed, epoch]).permutation(size)
+  return cache[name]
+
+
+def load(base: Base, folder: pathlib.Path) -> PyTree | None:
+  """The parameters of a finished warm start, laid out on the mesh; None if there are none yet."""
+  if not (folder / 'params').exists():
+    return None
+  from rollout_jax.mesh import shardings
+
+  lay = shardings(base.mesh, base.policy.axes, base.policy.shapes)
+  template = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), base.policy.shapes, lay)
+  with Checkpointer(folder / 'params', keep=1) as result:
+    found = result.restore({'policy': template})
+  return None if found is None else found[1]['policy']
+
+
+def claim(folder: pathlib.Path, made_of: Mapping[str, Any], what: str = 'config.json') -> None:
+  """Writes what a folder is made of, or raises ConfigError with the difference if it was made of something else."""
+  path = folder / what
+  if not path.exists():
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, made_of)
+    return
+  difference = flatten_diff(json.loads(path.read_text()), dict(made_of))
+  if difference:
+    lines = '\n  '.join(difference)
+    raise ConfigError(
+      f'{folder} holds the run of another config. What differs, there -> here:\n  {lines}\n'
+      'Choose another folder, or the config that it was made with.'
+    )
