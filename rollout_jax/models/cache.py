@@ -43,8 +43,15 @@ def visible(position_SW: Array, length: int) -> Array:
 
 def attend(q_SWKGC: Array, k_SKTC: Array, v_SKTC: Array, mask_SWT: Array) -> Array:
   """Grouped-query attention, [S, W, K, G, C]; G query heads share a key/value head. Softmax in float32."""
-  scale = q_SWKGC.shape[-1] ** -0.5
-  score_SKGWT = jnp.einsum('swkgc,sktc->skgwt', q_SWKGC, k_SKTC, preferred_element_type=jnp.float32) * scale
+  # dot_general by hand: einsum turns these products around, and on CPU each turn is a copy, or a slow product in bf16.
+  q_SKGWC = q_SWKGC.transpose(0, 2, 3, 1, 4) * jnp.asarray(q_SWKGC.shape[-1] ** -0.5, q_SWKGC.dtype)
+  score_SKGWT = _product(q_SKGWC, k_SKTC, 3)
   score_SKGWT = jnp.where(mask_SWT[:, None, None, :, :], score_SKGWT, -jnp.inf)
   weight_SKGWT = jax.nn.softmax(score_SKGWT, axis=-1).astype(v_SKTC.dtype)
-  return jnp.einsum('skgwt,sktc->swkgc', weight_SKGWT, v_SKTC)
+  return _product(weight_SKGWT, v_SKTC, 2).astype(v_SKTC.dtype).transpose(0, 3, 1, 2, 4)
+
+
+def _product(x_SKGWX: Array, y_SKTC: Array, axis: int) -> Array:
+  """Sum over the last axis of x and `axis` of y for each slot and key/value head, in float32."""
+  dimensions = ((4,), (axis,)), ((0, 1), (0, 1))
+  return jax.lax.dot_general(x_SKGWX, y_SKTC, dimensions, preferred_element_type=jnp.float32)

@@ -167,7 +167,9 @@ class Attention(nnx.Module):
     else:
       layer = kv.write(layer[0], k_BTKC, position_BT), kv.write(layer[1], v_BTKC, position_BT)
     mixed_BTKGC = kv.attend(q_BTKGC, *layer, mask_BTT)
-    return jnp.einsum('btkgc,kgcd->btd', mixed_BTKGC, gathered(self.out)), layer
+    # One long axis: with three to sum over, XLA turns the weight around in every step.
+    rows, columns = mixed_BTKGC.reshape(x_BTD.shape[:2] + (-1,)), gathered(self.out).reshape(-1, x_BTD.shape[2])
+    return rows @ columns, layer
 
 
 class FeedForward(nnx.Module):
