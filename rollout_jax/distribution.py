@@ -3,9 +3,9 @@
 The tempered softmax is filtered by top-k, then top-p, then min-p, each of them on what the one before kept. A filter is
 a threshold on the logit: tokens tied with the last one kept are kept too, so the kept set depends on logits alone.
 
-A draw is an inverse CDF in two levels, with a fresh uniform for each: the block of the vocabulary, then the token in the
-block. It stays accurate at 150k tokens, where one level could never draw some of them, and needs no random number per
-token. A sort runs only if top-k or top-p are on.
+A draw is an inverse CDF in two levels, with a fresh uniform for each: the block of the vocabulary, then the token in
+the block. It stays accurate at 150k tokens, where one level could never draw some of them, and needs no random number
+per token. A sort runs only if top-k or top-p are on.
 """
 
 import math

@@ -1,0 +1,109 @@
+"""Rows on their way between host and slots: `types.Row` with true lengths, `Rows` with fixed shapes."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import flax.struct
+import numpy as np
+
+from rollout_jax.types import Array, ConfigError, Request, Row, Source, Stop
+
+
+@flax.struct.dataclass
+class Rows:
+  """J rows as arrays of fixed shape, padded to the engine's length T. On the device or, as numpy, on the host."""
+
+  tokens_JT: Array  # int32
+  source_JT: Array  # int8, Source
+  logp_JT: Array  # float32
+  version_JT: Array  # int32
+  length_J: Array  # int32
+  limit_J: Array  # int32
+  key_J2: Array  # uint32, row keys
+  stop_J: Array  # int8, Stop
+
+
+def to_device(rows: Sequence[Row], keys: np.ndarray, slots: int, length: int, pad: int) -> Rows:
+  """Numpy `Rows` of J = slots, ready for insert or resume; row j takes the row key `keys[j]`. What is left is padding."""
+  for row in rows:
+    if not 0 < len(row.tokens_T) < row.limit <= length:
+      raise ConfigError(
+        f'A row of {len(row.tokens_T)} tokens (prompt {row.request.prompt}) with its limit at {row.limit} cannot be '
+        f'decoded in slots of {length} tokens: it wants 0 < tokens < limit <= slot. Shorten the prompt, or raise '
+        'rollout.length or the limit.'
+      )
+  padded = Rows(
+    tokens_JT=np.full((slots, length), pad, np.int32),
+    source_JT=np.full((slots, length), Source.PAD, np.int8),
+    logp_JT=np.zeros((slots, length), np.float32),
+    version_JT=np.full((slots, length), -1, np.int32),
+    length_J=np.zeros(slots, np.int32),
+    limit_J=np.zeros(slots, np.int32),
+    key_J2=np.zeros((slots, 2), np.uint32),
+    stop_J=np.full(slots, Stop.NONE, np.int8),
+  )
+  for j, row in enumerate(rows):
+    n = len(row.tokens_T)
+    padded.tokens_JT[j, :n] = row.tokens_T
+    padded.source_JT[j, :n] = row.source_T
+    padded.logp_JT[j, :n] = row.logp_T
+    padded.version_JT[j, :n] = row.version_T
+    padded.length_J[j], padded.limit_J[j], padded.key_J2[j] = n, row.limit, keys[j]
+  return padded
+
+
+def to_host(rows: Rows, requests: Sequence[Request]) -> list[Row]:
+  """The first rows of fetched `Rows`, one for each request, cut to their true lengths."""
+  return [
+    Row(
+      request=request,
+      tokens_T=rows.tokens_JT[j, :n].copy(),
+      source_T=rows.source_JT[j, :n].copy(),
+      logp_T=rows.logp_JT[j, :n].copy(),
+      version_T=rows.version_JT[j, :n].copy(),
+      limit=int(rows.limit_J[j]),
+      stop=Stop(int(rows.stop_J[j])),
+    )
+    for j, (request, n) in enumerate(zip(requests, rows.length_J.tolist(), strict=False))
+  ]
+
+
+def prompt_row(request: Request, ids: Sequence[int], limit: int) -> Row:
+  """The row of a request before anything was sampled."""
+  n = len(ids)
+  return Row(
+    request=request,
+    tokens_T=np.asarray(ids, np.int32),
+    source_T=np.full(n, Source.PROMPT, np.int8),
+    logp_T=np.zeros(n, np.float32),
+    version_T=np.full(n, -1, np.int32),
+    limit=limit,
+  )
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], count: int, prompt_length: int, pad: int) -> np.ndarray:
+  """Prompts as tokens [count, prompt_length] for a prefill; what is left is padding."""
+  tokens_RL = np.full((count, prompt_length), pad, np.int32)
+  for row_L, ids in zip(tokens_RL, prompts, strict=False):
+    if not 0 < len(ids) <= prompt_length:
+      raise ConfigError(
+        f'A prompt of {len(ids)} tokens does not fit the prefill bucket of {prompt_length} tokens. '
+        'Raise rollout.prompt_length, or choose a task with shorter prompts.'
+      )
+    row_L[: len(ids)] = ids
+  return tokens_RL
+
+
+def extend(row: Row, ids: Sequence[int]) -> Row:
+  """The row with a tool's reply behind it, unfinished again. A reply that leaves no room ends the row by LENGTH as it is."""
+  n = len(ids)
+  if len(row.tokens_T) + n >= row.limit:
+    return dataclasses.replace(row, stop=Stop.LENGTH)
+  return dataclasses.replace(
+    row,
+    tokens_T=np.concatenate([row.tokens_T, np.asarray(ids, np.int32)]),
+    source_T=np.concatenate([row.source_T, np.full(n, Source.TOOL, np.int8)]),
+    logp_T=np.concatenate([row.logp_T, np.zeros(n, np.float32)]),
+    version_T=np.concatenate([row.version_T, np.full(n, -1, np.int32)]),
+    stop=Stop.NONE,
+  )
