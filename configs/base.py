@@ -84,4 +84,3 @@ def get_config() -> ConfigDict:
     'distribution': {name: value for name, value in fields(distribution).items() if name != 'greedy'},
   }
   return ConfigDict({**config, **sections(transforms, losses, curricula, schedulers, tasks)})
-

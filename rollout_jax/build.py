@@ -20,16 +20,18 @@ from rollout_jax.losses.kl import add, kl
 from rollout_jax.mesh import make_mesh, replicated, sharding
 from rollout_jax.models.tokenizers import Tokenizer, byte, characters
 from rollout_jax.models.transformer import Policy, Shape, transformer
-from rollout_jax.resolve import bind, fields, resolve, sections
+from rollout_jax.resolve import bind, resolve, sections
 from rollout_jax.rollout.collect import Desk
 from rollout_jax.rollout.verify import Verifier
 from rollout_jax.schedulers.base import Scheduler
 from rollout_jax.tasks.base import Task
 from rollout_jax.training.optimizer import optimizer
+from rollout_jax.training.sft import Plan
 from rollout_jax.training.state import init_state, state_shardings
 from rollout_jax.training.step import Objective, Schedule, make_train_step
 from rollout_jax.transforms import chain as chains
-from rollout_jax.types import ConfigError, Curriculum, PyTree, Transform
+from rollout_jax.types import ConfigError, Curriculum, Transform
+from rollout_jax.writers import plain
 
 METHODS = (transforms, losses, curricula, schedulers, tasks)
 
@@ -74,7 +76,9 @@ def build_base(config: ConfigDict) -> Base:
   task = bind(resolve(config.task, tasks, 'task'), _section(config, config.task), {})
   tokenizer = byte() if task.alphabet is None else characters(task.alphabet)
   policy = transformer(Shape(vocab_size=tokenizer.vocab_size, **config.model))
-  return Base(task, tokenizer, policy, make_mesh(config.mesh.train), config.rollout.prompt_length + config.rollout.answer_length)
+  return Base(
+    task, tokenizer, policy, make_mesh(config.mesh.train), config.rollout.prompt_length + config.rollout.answer_length
+  )
 
 
 def build_tx(config: ConfigDict) -> optax.GradientTransformation:
@@ -82,6 +86,36 @@ def build_tx(config: ConfigDict) -> optax.GradientTransformation:
   section = config.optimizer.to_dict()
   del section['bad_updates']
   return optimizer(section.pop('name'), **section)
+
+
+def build_sft(config: ConfigDict) -> tuple[optax.GradientTransformation, Plan]:
+  """The optimizer and the plan of supervised fine-tuning: AdamW with warm-up and a cosine decay over all of its steps."""
+  sft = config.sft
+  tx = optimizer(
+    'adamw',
+    learning_rate=sft.learning_rate,
+    warmup=sft.warmup,
+    decay='cosine',
+    decay_steps=max(sft.steps - sft.warmup, 1),
+    decay_to=sft.decay_to,
+    clip=1.0,
+    options={'b2': 0.98, 'weight_decay': 0.01},
+  )
+  return tx, Plan(sft.steps, sft.batch, sft.demonstrations, config.seed)
+
+
+def ingredients(config: ConfigDict) -> Mapping[str, Any]:
+  """What a warm start depends on; its folder says so."""
+  return plain(
+    {
+      'task': {'name': config.task, **_section(config, config.task)},
+      'model': config.model.to_dict(),
+      'sft': config.sft.to_dict(),
+      'seed': config.seed,
+      'length': config.rollout.prompt_length + config.rollout.answer_length,
+      'warm_start': config.warm_start,
+    }
+  )
 
 
 def build_verifier(config: ConfigDict) -> Verifier:
@@ -105,9 +139,7 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
   }
   scheduler = bind(resolve(config.scheduler, schedulers, 'scheduler'), _section(config, config.scheduler), facts)
   curriculum = bind(resolve(config.curriculum, curricula, 'curriculum'), _section(config, config.curriculum), facts)
-  members = [
-    bind(resolve(name, transforms, 'transform'), _section(config, name), facts) for name in config.transforms
-  ]
+  members = [bind(resolve(name, transforms, 'transform'), _section(config, name), facts) for name in config.transforms]
   loss = bind(resolve(config.loss, losses, 'loss'), _section(config, config.loss), facts)
   loss = add(loss, kl(**config.kl))
   shards = math.prod(base.mesh.shape[axis] for axis in ('data', 'fsdp'))
@@ -187,6 +219,7 @@ def _desk(config: ConfigDict, base: Base, sampling: Distribution, verifier: Veri
     pad=tokenizer.pad,
     slots=r.slots,
     length=base.length,
+    prompt_length=r.prompt_length,
     answer_length=r.answer_length,
     prefill=r.prefill,
     chunk=r.chunk,
@@ -230,7 +263,9 @@ def unused_changes(config: ConfigDict) -> list[str]:
   ]
 
 
-def _header(config: ConfigDict, members: list[Transform], scheduler: Scheduler, curriculum: Curriculum, sampling: Distribution) -> Mapping[str, Any]:
+def _header(
+  config: ConfigDict, members: list[Transform], scheduler: Scheduler, curriculum: Curriculum, sampling: Distribution
+) -> Mapping[str, Any]:
   """What the run's header says of the methods: each with its correctness class, and the class of the whole."""
   classes = {member.spec.name: member.spec.correctness.value for member in members}
   classes |= {config.scheduler: scheduler.correctness.value, config.curriculum: curriculum.correctness.value}

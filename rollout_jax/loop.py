@@ -144,9 +144,7 @@ def roll_out(parts: Parts, run: Run) -> tuple[Round, PyTree]:
     state=run.scheduler_state,
     draw=functools.partial(draw, parts, run),
   )
-  batch = pack(
-    result.groups, capacity=parts.capacity, group=parts.group, length=parts.desk.length, pad=parts.desk.pad
-  )
+  batch = pack(result.groups, capacity=parts.capacity, group=parts.group, length=parts.desk.length, pad=parts.desk.pad)
   return result, jax.device_put(batch, parts.batch_sharding)
 
 

@@ -4,58 +4,51 @@ A warm start is a folder: `params/` holds the result, `checkpoints/` where a run
 was made of. Many runs of RL can start from one.
 """
 
+import functools
 import json
 import pathlib
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rollout_jax import masked
+from rollout_jax import keys
 from rollout_jax.build import Base
-from rollout_jax.distribution import distribution
 from rollout_jax.fetch import Fetcher
-from rollout_jax.mesh import replicated, sharding
+from rollout_jax.mesh import replicated, sharding, shardings
 from rollout_jax.resolve import flatten_diff
 from rollout_jax.training.checkpoint import Checkpointer
-from rollout_jax.training.score import score
+from rollout_jax.training.sft import Plan, make_sft_step
 from rollout_jax.training.state import TrainState, init_state, state_shardings
-from rollout_jax.types import Array, ConfigError, PyTree
+from rollout_jax.types import ConfigError, PyTree
 from rollout_jax.writers import progress, say, write_json
 
 EVERY = 100  # updates between two checkpoints
 
 
-class Plan(NamedTuple):
-  """How long and on what: `steps` updates on `batch` demonstrations each, of the first `demonstrations` train prompts."""
-
-  steps: int
-  batch: int
-  demonstrations: int
-  seed: int
-
-
 def fine_tune(
-  base: Base, tx: optax.GradientTransformation, plan: Plan, params: PyTree, folder: pathlib.Path, made_of: Mapping[str, Any]
+  base: Base,
+  tx: optax.GradientTransformation,
+  plan: Plan,
+  params: PyTree,
+  folder: pathlib.Path,
+  made_of: Mapping[str, Any],
 ) -> PyTree:
   """The parameters after `plan`, from `params`; also left in `folder`/params. Goes on where an earlier call was cut.
 
   Raises ConfigError if the folder holds something else, or if the task has no demonstrations.
   """
   claim(folder, made_of)
-  done = load(base, folder)
+  done = load(base, folder, made_of)
   if done is not None:
     return done
   make = lambda params: init_state(params, tx)
-  shardings = state_shardings(base.policy, tx, base.mesh, jax.eval_shape(make, base.policy.shapes))
-  state = jax.jit(make, out_shardings=shardings)(params)
-  step_function = jax.jit(
-    make_sft_step(base, tx), donate_argnums=0, out_shardings=(shardings, replicated(base.mesh))
-  )
+  lay = state_shardings(base.policy, tx, base.mesh, jax.eval_shape(make, base.policy.shapes))
+  state = jax.jit(make, out_shardings=lay)(params)
+  step_function = jax.jit(make_sft_step(base.policy, tx), donate_argnums=0, out_shardings=(lay, replicated(base.mesh)))
   with Checkpointer(folder / 'checkpoints', keep=1) as checkpoints:
     found = checkpoints.restore({'state': state})
     first = 0
@@ -68,7 +61,9 @@ def fine_tune(
   return params
 
 
-def _updates(base: Base, step_function, plan: Plan, state: TrainState, first: int, checkpoints: Checkpointer) -> TrainState:
+def _updates(
+  base: Base, step_function, plan: Plan, state: TrainState, first: int, checkpoints: Checkpointer
+) -> TrainState:
   fetcher, loss = Fetcher(), None
   where = sharding(base.mesh, ('batch', None))
   with progress('fine-tuning', plan.steps) as advance:
@@ -84,32 +79,8 @@ def _updates(base: Base, step_function, plan: Plan, state: TrainState, first: in
   return state
 
 
-def make_sft_step(base: Base, tx: optax.GradientTransformation):
-  """The function (state, tokens_BT, keep_BT) -> (state, loss): one update on the mean negative log-likelihood per kept token."""
-  plain = distribution()
-
-  def sft_step(state: TrainState, tokens_BT: Array, keep_BT: Array) -> tuple[TrainState, Array]:
-    def loss(params: PyTree) -> Array:
-      logp_BT, _, _ = score(base.policy, plain, params, tokens_BT)
-      return -masked.mean(logp_BT, keep_BT)
-
-    value, gradient = jax.value_and_grad(loss)(state.params['policy'])
-    change, opt_state = tx.update(gradient, state.opt_state['policy'], state.params['policy'])
-    params = optax.apply_updates(state.params['policy'], change)
-    one = jnp.ones((), jnp.int32)
-    state = state.replace(
-      step=state.step + one,
-      update=state.update + one,
-      params={'policy': params},
-      opt_state={'policy': opt_state},
-    )
-    return state, value
-
-  return sft_step
-
-
 def demonstrations(base: Base, plan: Plan, step: int) -> tuple[np.ndarray, np.ndarray]:
-  """Tokens [B, T] and loss mask [B, T] of an update: prompts in a new order each epoch, the answer and one end token in the loss."""
+  """Tokens [B, T] and loss mask [B, T] of an update: a new order each epoch, answer and end token in the loss."""
   task, tokenizer = base.task, base.tokenizer
   size = min(plan.demonstrations or task.size, task.size)
   tokens_BT = np.full((plan.batch, base.length), tokenizer.pad, np.int32)
@@ -133,26 +104,35 @@ def demonstrations(base: Base, plan: Plan, step: int) -> tuple[np.ndarray, np.nd
   return tokens_BT, keep_BT
 
 
-def _order(seed: int, epoch: int, size: int, cache: dict = {}) -> np.ndarray:
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, size: int) -> np.ndarray:
   """The order of an epoch, named by seed and epoch."""
-  name = (seed, epoch, size)
-  if name not in cache:
-    cache.clear()
-    cache[name] = np.random.default_rng([zlib.crc32(b'demonstrations'), seed, epoch]).permutation(size)
-  return cache[name]
+  return np.random.default_rng([zlib.crc32(b'demonstrations'), seed, epoch]).permutation(size)
 
 
-def load(base: Base, folder: pathlib.Path) -> PyTree | None:
-  """The parameters of a finished warm start, laid out on the mesh; None if there are none yet."""
+def load(base: Base, folder: pathlib.Path, made_of: Mapping[str, Any]) -> PyTree | None:
+  """The parameters of a finished warm start, laid out on the mesh; None if there are none yet.
+
+  Raises ConfigError if they are of another model or task than `made_of` says.
+  """
   if not (folder / 'params').exists():
     return None
-  from rollout_jax.mesh import shardings
-
+  there = json.loads((folder / 'config.json').read_text())
+  same = ('task', 'model')
+  difference = flatten_diff({k: there[k] for k in same}, {k: made_of[k] for k in same})
+  if difference:
+    raise ConfigError(f'warm_start {folder} is of another model or task, there -> here:\n  ' + '\n  '.join(difference))
   lay = shardings(base.mesh, base.policy.axes, base.policy.shapes)
   template = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), base.policy.shapes, lay)
   with Checkpointer(folder / 'params', keep=1) as result:
     found = result.restore({'policy': template})
   return None if found is None else found[1]['policy']
+
+
+def random_params(base: Base, seed: int) -> PyTree:
+  """Freshly initialised parameters, laid out on the mesh."""
+  lay = shardings(base.mesh, base.policy.axes, base.policy.shapes)
+  return jax.jit(base.policy.init, out_shardings=lay)(keys.named(seed, 'init'))
 
 
 def claim(folder: pathlib.Path, made_of: Mapping[str, Any], what: str = 'config.json') -> None:

@@ -10,16 +10,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-import jax
-import numpy as np
-
 from rollout_jax import keys
 from rollout_jax.decoding.engine import Engine
-from rollout_jax.decoding.rows import to_device, to_host
+from rollout_jax.decoding.rows import pad_prompts, prompt_row, to_device, to_host
 from rollout_jax.fetch import Fetcher
 from rollout_jax.rollout.verify import Verifier
 from rollout_jax.schedulers.base import Scheduler, State
-from rollout_jax.types import Group, PyTree, Request, Row, Source, Verdict
+from rollout_jax.types import Group, PyTree, Request, Row, Verdict
 
 Draw = Callable[[int], Sequence[tuple[int, int]]]
 
@@ -37,6 +34,7 @@ class Desk:
   pad: int
   slots: int
   length: int  # tokens that a slot holds
+  prompt_length: int  # tokens that a prefill holds
   answer_length: int  # most tokens of an answer, end token included
   prefill: int  # prompts per prefill
   chunk: int  # most decode steps between two looks at the slots
@@ -101,6 +99,7 @@ def collect(
   rows: dict[Request, Row] = {}
   verdicts: dict[Request, Verdict] = {}
   seats: list[_Seat | None] = [None] * desk.slots
+  lengths = [0] * desk.slots
   slots = desk.engine.init()
   while True:
     for seat in sorted((s for s in judging if s.due <= usage.chunks), key=lambda s: (s.position, s.request.rollout)):
@@ -115,10 +114,10 @@ def collect(
       drawn.append((prompt, visit))
       usage.issued += group
     began = time.perf_counter()
-    while waiting and None in seats:
-      slots = _admit(desk, params, slots, seats, waiting, split, usage)
+    while _refills(desk, seats, waiting):
+      slots = _admit(desk, params, slots, seats, waiting, split, lengths, usage)
     if any(seats):
-      slots, ended = _advance(desk, params, version, slots, seats, bool(waiting), usage)
+      slots, ended = _advance(desk, params, version, slots, seats, bool(waiting), lengths, usage)
       usage.decode_seconds += time.perf_counter() - began
       for row, seat in ended:
         rows[seat.request] = row
@@ -126,9 +125,17 @@ def collect(
         judging.append(dataclasses.replace(seat, due=usage.chunks + desk.delay))
       desk.verifier.flush()
       progress(len(ended))
+    elif not judging:
+      raise RuntimeError(f'The scheduler neither draws nor ends the round, and no row is under way: {state}')
     usage.chunks += 1
   usage.seconds = time.perf_counter() - start
   return state, Round(tuple(_group(p, v, group, rows, verdicts) for p, v in drawn), usage)
+
+
+def _refills(desk: Desk, seats: list[_Seat | None], waiting: collections.deque[_Seat]) -> bool:
+  """Whether to fill slots now: a prefill is worth its price for `refill` rows, for the last ones, or if nothing else runs."""
+  free = seats.count(None)
+  return bool(waiting) and free >= min(desk.refill, len(waiting), desk.slots)
 
 
 def _verdict(desk: Desk, request: Request, usage: Usage) -> Verdict:
@@ -150,39 +157,64 @@ def _admit(
   seats: list[_Seat | None],
   waiting: collections.deque[_Seat],
   split: str,
+  lengths: list[int],
   usage: Usage,
 ) -> PyTree:
   """Moves rows from the queue into free slots, as many as one prefill of `desk.prefill` distinct prompts serves."""
   free = [s for s, seat in enumerate(seats) if seat is None]
-  prompts: dict[int, Sequence[int]] = {}
+  prompts: list[int] = []
   admitted: list[_Seat] = []
   while waiting and len(admitted) < len(free):
     index = waiting[0].request.prompt
     if index not in prompts and len(prompts) == desk.prefill:
       break
-    prompts.setdefault(index, ())
+    if index not in prompts:
+      prompts.append(index)
     admitted.append(waiting.popleft())
-  prompts = {index: desk.prompt(split, index) for index in prompts}
+  ids = {index: desk.prompt(split, index) for index in prompts}
   order = {index: n for n, index in enumerate(prompts)}
-  take = [order[seat.request.prompt] for seat in admitted]
-  fresh = [_prompt_row(desk, seat.request, prompts[seat.request.prompt]) for seat in admitted]
-  prefixes = [_prompt_row(desk, Request(index, 0, 0), ids) for index, ids in prompts.items()]
-  slots = desk.engine.admit(params, slots, prefixes, take, fresh, free[: len(admitted)])
+  prefix = desk.engine.prefill(params, pad_prompts(list(ids.values()), desk.prefill, desk.prompt_length, desk.pad))
+  fresh = [
+    prompt_row(s.request, ids[s.request.prompt], min(len(ids[s.request.prompt]) + desk.answer_length, desk.length))
+    for s in admitted
+  ]
+  rows = to_device(fresh, keys.row_keys(desk.seed, [s.request for s in admitted]), desk.slots, desk.length, desk.pad)
+  take = [order[s.request.prompt] for s in admitted]
+  slots = desk.engine.insert(slots, prefix, take, free[: len(admitted)], rows)
   for slot, seat in zip(free, admitted, strict=False):
     seats[slot] = seat
+    lengths[slot] = len(ids[seat.request.prompt])
   usage.prefill_requested += sum(len(row.tokens_T) for row in fresh)
-  usage.prefill_computed += sum(len(ids) for ids in prompts.values())
+  usage.prefill_computed += sum(map(len, ids.values()))
   return slots
 
 
-def _prompt_row(desk: Desk, request: Request, ids: Sequence[int]) -> Row:
-  """The row of a request before anything was sampled."""
-  n = len(ids)
-  return Row(
-    request=request,
-    tokens_T=np.asarray(ids, np.int32),
-    source_T=np.full(n, Source.PROMPT, np.int8),
-    logp_T=np.zeros(n, np.float32),
-    version_T=np.full(n, -1, np.int32),
-    limit=min(n + desk.answer_length, desk.length),
-  )
+def _advance(
+  desk: Desk,
+  params: PyTree,
+  version: int,
+  slots: PyTree,
+  seats: list[_Seat | None],
+  more: bool,
+  lengths: list[int],
+  usage: Usage,
+) -> tuple[PyTree, list[tuple[Row, _Seat]]]:
+  """Decodes a chunk and takes out the rows that ended; with `more` rows waiting, it returns early to refill."""
+  free = seats.count(None)
+  until_free = min(free + desk.refill, desk.slots) if more else desk.slots
+  slots, status = desk.engine.generate(params, version, slots, desk.chunk, until_free)
+  status = desk.fetcher('status', status)
+  grown = [int(status.length_S[s]) - lengths[s] for s, seat in enumerate(seats) if seat is not None]
+  usage.decoded += sum(grown)
+  usage.forwards += max(grown)
+  usage.slot_steps += max(grown) * desk.slots
+  lengths[:] = status.length_S.tolist()
+  ended = [s for s, seat in enumerate(seats) if seat is not None and not status.live_S[s]]
+  if not ended:
+    return slots, []
+  taken = desk.fetcher('rows', desk.engine.collect(slots, ended))
+  rows = to_host(taken, [seats[s].request for s in ended])
+  finished = [(row, seats[s]) for row, s in zip(rows, ended, strict=True)]
+  for s in ended:
+    seats[s] = None
+  return slots, finished

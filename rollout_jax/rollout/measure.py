@@ -1,18 +1,18 @@
 """What a round was like, in numbers: lengths, outcomes, occupancy, staleness. Every name is defined here.
 
-  len/mean, std, p50, p90, p99, max   tokens of an answer, end token included, over finished rows
-  len/cv                              std / mean: how ragged the round was
-  len/correct, len/incorrect          mean length of rows with that outcome (incorrect: WRONG and FORMAT)
-  len/truncated                       share of rows that stopped at their limit
-  reward/accuracy                     share of judged rows that are CORRECT (ERROR and TIMEOUT are not judged)
-  verdict/wrong .. verdict/timeout    number of rows by outcome
-  group/informative                   share of groups whose judged rows are neither all correct nor all incorrect
-  group/pass_0, _low, _high, _1        share of groups with a pass rate of 0, below 1/2, from 1/2 on, and of 1
-  engine/occupancy                    decoded tokens / slot-steps: 1 when every slot gave a token in every forward
-  engine/forwards, engine/chunks      decode forwards (each over all slots), and looks at the slots
-  engine/shared_prefill               share of prompt tokens that were copied from a prefill instead of computed
-  lag/mean, lag/max                   trained version - version of the token, over decoded tokens
-  lag/span                            largest number of versions in one row
+len/mean, std, p50, p90, p99, max   tokens of an answer, end token included, over finished rows
+len/cv                              std / mean: how ragged the round was
+len/correct, len/incorrect          mean length of rows with that outcome (incorrect: WRONG and FORMAT)
+len/truncated                       share of rows that stopped at their limit
+reward/accuracy                     share of judged rows that are CORRECT (ERROR and TIMEOUT are not judged)
+verdict/wrong .. verdict/timeout    number of rows by outcome
+group/informative                   share of groups whose judged rows are neither all correct nor all incorrect
+group/pass_0, _low, _high, _1        share of groups with a pass rate of 0, below 1/2, from 1/2 on, and of 1
+engine/occupancy                    decoded tokens / slot-steps: 1 when every slot gave a token in every forward
+engine/forwards, engine/chunks      decode forwards (each over all slots), and looks at the slots
+engine/shared_prefill               share of prompt tokens that were copied from a prefill instead of computed
+lag/mean, lag/max                   trained version - version of the token, over decoded tokens
+lag/span                            largest number of versions in one row
 """
 
 from collections.abc import Mapping

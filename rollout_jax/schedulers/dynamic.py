@@ -29,7 +29,9 @@ def dynamic(prompts: int, group: int, *, max_factor: float = 3.0, low: float = 0
   if max_factor < 1.0:
     raise ConfigError(f'dynamic.max_factor must be at least 1 (one batch of prompts), but is {max_factor}.')
   if group < 2:
-    raise ConfigError(f'scheduler dynamic compares the rollouts of a prompt: rollout.group must be at least 2, but is {group}.')
+    raise ConfigError(
+      f'scheduler dynamic compares the rollouts of a prompt: rollout.group must be at least 2, but is {group}.'
+    )
   bound = math.floor(max_factor * prompts)
 
   def has_signal(outcomes: list[int]) -> bool:

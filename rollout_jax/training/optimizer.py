@@ -54,9 +54,7 @@ def optimizer(
       raise ConfigError(
         f'optimizer.options.{option}: optax.{name} takes no such option{nearest(option, _parameters(make))}'
       )
-  rate = schedule(
-    learning_rate=learning_rate, warmup=warmup, decay=decay, decay_steps=decay_steps, decay_to=decay_to
-  )
+  rate = schedule(learning_rate=learning_rate, warmup=warmup, decay=decay, decay_steps=decay_steps, decay_to=decay_to)
   step = make(rate, **options)
   return optax.chain(optax.clip_by_global_norm(clip), step) if clip > 0 else step
 
@@ -70,6 +68,4 @@ def _parameters(function: Any) -> list[str]:
 def opt_state_like(tx: optax.GradientTransformation, params: PyTree, leaf: PyTree, other: Any) -> PyTree:
   """A tree like the optimizer's state, with `leaf`'s leaves for what has a parameter's shape and `other` for the rest."""
   state = jax.eval_shape(tx.init, params)
-  return optax.tree_utils.tree_map_params(
-    tx, lambda _, value: value, state, leaf, transform_non_params=lambda _: other
-  )
+  return optax.tree_utils.tree_map_params(tx, lambda _, value: value, state, leaf, transform_non_params=lambda _: other)

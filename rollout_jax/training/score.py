@@ -9,9 +9,7 @@ from rollout_jax.training.microbatch import fill
 from rollout_jax.types import Array, PyTree
 
 
-def score(
-  policy: Policy, distribution: Distribution, params: PyTree, tokens_BT: Array
-) -> tuple[Array, Array, Array]:
+def score(policy: Policy, distribution: Distribution, params: PyTree, tokens_BT: Array) -> tuple[Array, Array, Array]:
   """For each token given those before it: log-prob, whether the sampling distribution holds it, and the entropy there.
 
   All three are [B, T]; the first position, which nothing predicts, has log-prob 0 and counts as held. Rows are

@@ -91,9 +91,7 @@ def make_train_step(
     learned['update/bad_in_a_row'] = masked.count(state.bad)
     transform_state = chain.observe(collected, transform_state)
     curriculum_state = curriculum.update(collected, state.curriculum_state)
-    state = state.replace(
-      step=state.step + 1, transform_state=transform_state, curriculum_state=curriculum_state
-    )
+    state = state.replace(step=state.step + 1, transform_state=transform_state, curriculum_state=curriculum_state)
     report = {**report, **corrected, **learned, **_ledger(collected, batch)}
     return state, (report, rewarded.reward_PG)
 

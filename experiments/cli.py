@@ -1,0 +1,96 @@
+"""What the mains share: flags whose mistakes are explained, and an exit code that says how it went."""
+
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+from rollout_jax.resolve import flatten, nearest
+from rollout_jax.types import ConfigError
+
+CONFIG = config_flags.DEFINE_config_file(
+  'config', lock_config=True, help_string='A file of configs/, or your fork of one.'
+)
+WORKDIR = flags.DEFINE_string(
+  'workdir', None, 'The folder of this run; if it holds this run already, it goes on from there.'
+)
+
+FAILED, MISUSED = 1, 2
+
+
+def run(main: Callable[[], object]) -> None:
+  """Parses the flags and calls `main()`. Expected errors end in one message and exit code 2, without a traceback."""
+
+  def guarded(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+      return _complain(f'what is {argv[1]!r}? Options start with --, such as --workdir=DIR.')
+    try:
+      main()
+    except ConfigError as error:
+      return _complain(str(error))
+    except _expected() as error:
+      print(f'\n{type(error).__name__}: {error}', file=sys.stderr)
+      return FAILED
+    return 0
+
+  app.run(guarded, flags_parser=_parse)
+
+
+def config_and_workdir() -> tuple[ConfigDict, str]:
+  """The two flags that every run needs. Raises ConfigError if one is missing."""
+  for name, value in (('config', CONFIG.value), ('workdir', WORKDIR.value)):
+    if value is None:
+      raise ConfigError(f'--{name} is missing: {flags.FLAGS[name].help}')
+  return CONFIG.value, WORKDIR.value
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+  """Flags from the command line; a field that does not exist is explained before anything else happens."""
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as error:
+    sys.exit(_complain(_explain(argv, error)))
+  except (AttributeError, KeyError, FileNotFoundError, TypeError, ValueError) as error:
+    sys.exit(_complain(_explain(argv, error)))
+
+
+def _explain(argv: Sequence[str], error: Exception) -> str:
+  files = [a.partition('=')[2] for a in argv if a.startswith('--config=')]
+  path = files[-1].partition(':')[0] if files else ''
+  if path and not pathlib.Path(path).is_file():
+    there = sorted(str(p) for p in pathlib.Path('configs').glob('*.py') if p.stem != '__init__')
+    return f'--config: there is no file {path}. {nearest(path, there)}'
+  asked = [a[len('--config.') :].partition('=') for a in argv if a.startswith('--config.')]
+  fields = _fields(path) if path else {}
+  for name, _, value in asked:
+    if name not in fields:
+      return f'--config.{name}: there is no such field. {nearest(name, fields)}'
+    if type(fields[name]).__name__ in str(error) or repr(value) in str(error):
+      return f'--config.{name}={value}: wanted a {type(fields[name]).__name__} such as {fields[name]!r}.'
+  return str(error) or repr(error)
+
+
+def _fields(path: str) -> dict[str, object]:
+  """The fields of a config file by dotted name, with their values."""
+  import importlib.util
+
+  spec = importlib.util.spec_from_file_location('config_file', path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return flatten(module.get_config().to_dict())
+
+
+def _expected() -> tuple[type[Exception], ...]:
+  from rollout_jax.ledger import LedgerError
+  from rollout_jax.loop import DivergedError
+  from rollout_jax.rollout.verify import VerifierBudgetError
+  from rollout_jax.writers import WriteError
+
+  return (WriteError, VerifierBudgetError, DivergedError, LedgerError)
+
+
+def _complain(message: str) -> int:
+  print(f'\nerror: {message}', file=sys.stderr)
+  return MISUSED
