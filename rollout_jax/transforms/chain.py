@@ -12,7 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rollout_jax.types import ConfigError, Loss, Phase, PyTree, Report, RolloutBatch, Spec, Transform
+from rollout_jax import masked
+from rollout_jax.types import Array, ConfigError, Loss, Phase, PyTree, Report, RolloutBatch, Spec, Transform
 
 PROXIMAL, REFERENCE = 'proximal_logp_PGT', 'reference_logp_PGT'
 SCORES = frozenset({PROXIMAL, REFERENCE})
@@ -41,10 +42,12 @@ class Chain(NamedTuple):
   """The members' functions as one; `state` is a tuple with one entry per member.
 
   init() -> state; before_score and after_score(batch, state, **extra) -> (batch, state, Report), one after the other;
-  then observe(batch as collected, state) -> state; group_size(G) -> rows of a group that are left.
+  then observe(batch as collected, state) -> state; reward(batch, state, **extra) -> batch after the REWARD members alone;
+  group_size(G) -> rows of a group that are left.
   """
 
   init: Callable[[], tuple]
+  reward: Callable[..., RolloutBatch]
   before_score: Callable[..., tuple[RolloutBatch, tuple, Report]]
   after_score: Callable[..., tuple[RolloutBatch, tuple, Report]]
   observe: Callable[[RolloutBatch, tuple], tuple]
@@ -55,6 +58,10 @@ def chain(*members: Transform) -> Chain:
   """The members in this order, unchecked: see `check`."""
   late = [i for i, m in enumerate(members) if m.spec.phase >= Phase.CORRECT or m.spec.reads & SCORES]
   split = late[0] if late else len(members)
+
+  def reward(batch: RolloutBatch, state: tuple, **extra) -> RolloutBatch:
+    rewarding = [i for i, m in enumerate(members) if m.spec.phase == Phase.REWARD]
+    return run([members[i] for i in rewarding], batch, tuple(state[i] for i in rewarding), extra)[0]
 
   def before_score(batch: RolloutBatch, state: tuple, **extra) -> tuple[RolloutBatch, tuple, Report]:
     batch, head, report = run(members[:split], batch, state[:split], extra)
@@ -72,16 +79,18 @@ def chain(*members: Transform) -> Chain:
       group = member.spec.group_size(group)
     return group
 
-  return Chain(lambda: tuple(m.init() for m in members), before_score, after_score, observe, group_size)
+  return Chain(lambda: tuple(m.init() for m in members), reward, before_score, after_score, observe, group_size)
 
 
 def run(members: Sequence[Transform], batch: RolloutBatch, state: tuple, extra: dict):
-  """The batch after these members, their states, and their reports as one."""
+  """The batch after these members, their states, and their reports as one; dropped/NAME counts the rows that each took out."""
   report, after = {}, []
   for member, before in zip(members, state, strict=True):
-    if member.spec.phase >= Phase.FILTER:
-      batch = frozen(batch)
-    batch, new, said = member.update(batch, before, **extra)
+    filters = member.spec.phase >= Phase.FILTER
+    rows = rows_in_loss(batch)
+    batch, new, said = member.update(frozen(batch) if filters else batch, before, **extra)
+    if filters:
+      said = {**said, f'dropped/{member.spec.name}': masked.count(rows - rows_in_loss(batch))}
     if twice := report.keys() & said.keys():
       raise ConfigError(
         f'transforms: {member.spec.name} and a member before it both report {sorted(twice)}: rename one.'
@@ -89,6 +98,12 @@ def run(members: Sequence[Transform], batch: RolloutBatch, state: tuple, extra: 
     after.append(new)
     report |= said
   return batch, tuple(after), report
+
+
+def rows_in_loss(batch: RolloutBatch) -> Array:
+  """Number of rows with a token in the loss."""
+  weight_PGT = batch.exists_PG[:, :, None] * batch.keep_PGT * batch.correction_PGT
+  return jnp.sum(jnp.any(weight_PGT > 0, axis=2))
 
 
 def frozen(batch: RolloutBatch) -> RolloutBatch:
