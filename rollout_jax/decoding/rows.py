@@ -24,7 +24,7 @@ class Rows:
 
 
 def to_device(rows: Sequence[Row], keys: np.ndarray, slots: int, length: int, pad: int) -> Rows:
-  """Numpy `Rows` of J = slots, ready for insert or resume; row j takes the row key `keys[j]`. What is left is padding."""
+  """Numpy `Rows` of J = slots for insert or resume; row j has the row key `keys[j]`, what is left is padding."""
   for row in rows:
     if not 0 < len(row.tokens_T) < row.limit <= length:
       raise ConfigError(
@@ -95,7 +95,7 @@ def pad_prompts(prompts: Sequence[Sequence[int]], count: int, prompt_length: int
 
 
 def extend(row: Row, ids: Sequence[int]) -> Row:
-  """The row with a tool's reply behind it, unfinished again. A reply that leaves no room ends the row by LENGTH as it is."""
+  """The row with a tool's reply behind it, unfinished again. If no room is left, the row as it was, stopped by LENGTH."""
   n = len(ids)
   if len(row.tokens_T) + n >= row.limit:
     return dataclasses.replace(row, stop=Stop.LENGTH)
