@@ -30,7 +30,7 @@ def pods(*, m: int = 4) -> Transform:
     return m
 
   def update(batch: RolloutBatch, **extra) -> tuple[RolloutBatch, Report]:
-    chosen_PG = jax.vmap(max_variance, (0, 0, None))(batch.reward_PG, batch.stat_PG, m)
+    chosen_PG = jax.vmap(max_variance, (0, 0, 0, None))(batch.reward_PG, batch.stat_PG, batch.rollout_PG, m)
     report = {
       'pods/variance_before': variance(batch.reward_PG, batch.stat_PG),
       'pods/variance_after': variance(batch.reward_PG, batch.stat_PG * chosen_PG),
@@ -42,24 +42,24 @@ def pods(*, m: int = 4) -> Transform:
     Spec(
       name='pods',
       phase=Phase.SELECT,
-      reads=frozenset({'reward_PG', 'stat_PG'}),
+      reads=frozenset({'reward_PG', 'stat_PG', 'rollout_PG'}),
       group_size=group_size,
       correctness=Correctness.EMPIRICAL,
     ),
   )
 
 
-def max_variance(reward_G: Array, stat_G: Array, size: int) -> Array:
+def max_variance(reward_G: Array, stat_G: Array, rollout_G: Array, size: int) -> Array:
   """Marks `size` rows, bool [G]: counted ones whose rewards have the largest population variance, then uncounted ones.
 
   The best subset is always the i largest and size - i smallest rewards for some i. Ties go to all-largest, then to the
-  smallest i.
+  smallest i; between equal rewards the rollout number decides, so that the order of a group does not matter.
   """
   count = jnp.sum(stat_G > 0)
   taken = jnp.minimum(count, size)
   # Sums of centred rewards: sums of raw ones would cancel.
   centred_G = jnp.where(stat_G > 0, reward_G - masked.mean(reward_G, stat_G), 0.0)
-  order_G = jnp.lexsort((centred_G, stat_G <= 0))
+  order_G = jnp.lexsort((rollout_G, centred_G, stat_G <= 0))
   top_I = jnp.array([size, *range(size)])
   possible_I = top_I <= taken
 
