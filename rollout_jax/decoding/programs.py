@@ -76,21 +76,34 @@ def prefill(policy: Policy, params: PyTree, tokens_RL: Array) -> Prefix:
 
 
 def insert(state: DecodeState, prefix: Prefix, take_J: Array, slot_J: Array, rows: Rows) -> DecodeState:
-  """Writes all of each given slot: the previous tenant's values are still there."""
-  S, T = state.tokens_ST.shape
-  row_S = jnp.full(S, -1).at[slot_J].set(jnp.arange(len(slot_J)), mode='drop')  # which row enters each slot
-  enters_S = row_S >= 0
+  """Row j enters slot slot_J[j] with the keys and values of prefix row take_J[j]."""
+  T = state.tokens_ST.shape[1]
+  row_S = row_of_slot(state, slot_J)
+  cache = jax.tree.map(lambda x: x[take_J[row_S]], prefix.cache)
+  cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, T - x.shape[2]), (0, 0))), cache)
+  return enter(state, row_S >= 0, cache, jax.tree.map(lambda x: x[row_S], rows))
 
-  def place(old, incoming, source_S=row_S):
-    chosen = incoming.at[source_S].get(mode='clip')
-    return jnp.where(enters_S.reshape((S,) + (1,) * (old.ndim - 1)), chosen, old)
 
-  def place_cache(old_SKTC, prefix_RKLC):
-    behind = ((0, 0), (0, 0), (0, T - prefix_RKLC.shape[2]), (0, 0))
-    return place(old_SKTC, jnp.pad(prefix_RKLC, behind), take_J.at[row_S].get(mode='clip'))
+def resume(policy: Policy, params: PyTree, state: DecodeState, rows: Rows, slot_J: Array) -> DecodeState:
+  """Row j enters slot slot_J[j] behind a prefill of its whole past, computed where the slot is."""
+  row_S = row_of_slot(state, slot_J)
+  rows = jax.tree.map(lambda x: x[row_S], rows)
+  return enter(state, row_S >= 0, prefill(policy, params, rows.tokens_JT).cache, rows)
+
+
+def row_of_slot(state: DecodeState, slot_J: Array) -> Array:
+  """Which row enters each slot, [S]; -1 for none."""
+  return jnp.full(state.live_S.shape, -1).at[slot_J].set(jnp.arange(len(slot_J)), mode='drop')
+
+
+def enter(state: DecodeState, enters_S: Array, cache: Cache, rows: Rows) -> DecodeState:
+  """Row s enters slot s where `enters_S`. Writes all of the slot: the previous tenant's values are still there."""
+
+  def place(old, entering):
+    return jnp.where(enters_S.reshape(enters_S.shape + (1,) * (old.ndim - 1)), entering, old)
 
   return DecodeState(
-    cache=jax.tree.map(place_cache, state.cache, prefix.cache),
+    cache=jax.tree.map(place, state.cache, cache),
     tokens_ST=place(state.tokens_ST, rows.tokens_JT),
     source_ST=place(state.source_ST, rows.source_JT),
     logp_ST=place(state.logp_ST, rows.logp_JT),
@@ -115,21 +128,23 @@ def generate(
 ) -> tuple[DecodeState, Status]:
   """A chunk of decode steps inside one program."""
   S, T = state.tokens_ST.shape
-  row_S = jnp.arange(S)
+  put = jax.vmap(lambda row_T, at, value: row_T.at[at].set(value, mode='drop'))
   enough = jnp.minimum(until_free, S)
 
   def step(carry):
     count, s = carry
     fed_S = jnp.maximum(s.cursor_S - 1, 0)
-    hidden_SWD, cache = policy.hidden(params, s.tokens_ST[row_S, fed_S][:, None], fed_S[:, None], cache=s.cache)
+    hidden_SWD, cache = policy.hidden(
+      params, jnp.take_along_axis(s.tokens_ST, fed_S[:, None], axis=1), fed_S[:, None], cache=s.cache
+    )
     token_S, logp_S = distribution.draw(policy.logits(params, hidden_SWD[:, 0]), s.key_S2, s.cursor_S)
     at_S = jnp.where(s.live_S, s.cursor_S, T)  # T is dropped: free slots stand still
     cursor_S = s.cursor_S + s.live_S
     stop_S = jnp.where(s.live_S, stop_reason(token_S, cursor_S, s.limit_S, end_tokens), s.stop_S)
     return count + 1, s.replace(
       cache=cache,
-      tokens_ST=s.tokens_ST.at[row_S, at_S].set(token_S, mode='drop'),
-      logp_ST=s.logp_ST.at[row_S, at_S].set(logp_S, mode='drop'),
+      tokens_ST=put(s.tokens_ST, at_S, token_S),
+      logp_ST=put(s.logp_ST, at_S, logp_S),
       cursor_S=cursor_S,
       live_S=s.live_S & (stop_S == Stop.NONE),
       stop_S=stop_S,
@@ -168,11 +183,6 @@ def release(state: DecodeState, slot_J: Array) -> DecodeState:
 def park(state: DecodeState, slot_J: Array) -> tuple[DecodeState, Rows]:
   """Frees the slots and gives their rows back."""
   return release(state, slot_J), collect(state, slot_J)
-
-
-def resume(policy: Policy, params: PyTree, state: DecodeState, rows: Rows, slot_J: Array) -> DecodeState:
-  """Inserts rows behind a prefill of their whole past."""
-  return insert(state, prefill(policy, params, rows.tokens_JT), jnp.arange(len(slot_J)), slot_J, rows)
 
 
 def shardings(empty: Callable[[], DecodeState], mesh: Mesh) -> DecodeState:
