@@ -38,7 +38,7 @@ class WriteError(RuntimeError):
 
 
 class Writers:
-  """The files and the progress bar of a run of `steps` steps. Lines of steps after `resume_step` are cut; -1 keeps none.
+  """The files and the progress bar of a run of `steps` steps. Lines after `resume_step` are cut; -1 keeps none.
 
   `shown` makes the console line: format strings whose fields are names of metrics, such as 'reward {reward/mean:.2f}'
   or '{time/tokens_per_second:k} tok/s' (k: 1900 as 1.9k). A part whose metrics are absent at a step is left out.
@@ -161,7 +161,7 @@ class _Format(string.Formatter):
     for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
       if abs(value) >= size:
         return f'{value / size:.3g}{unit}'
-    return f'{value:.3g}'
+    return f'{value:.0f}' if abs(value) >= 100 else f'{value:.3g}'
 
 
 class _Lines:
@@ -201,7 +201,7 @@ class _Board:
     self._folder = folder
     with _explained(folder):
       folder.mkdir(exist_ok=True)
-      self._events = EventsWriter(str(folder / 'events'), f'.{os.getpid()}')
+      self._events = EventsWriter(str(folder / 'events'), f'.{len(os.listdir(folder))}')
       start = SessionLog(status=SessionLog.START)  # hides what an earlier process wrote from this step on
       self._events.write_event(Event(wall_time=time.time(), step=max(resume_step + 1, 0), session_log=start))
 
