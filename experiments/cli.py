@@ -4,7 +4,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from rollout_jax.resolve import flatten, nearest
@@ -26,6 +26,7 @@ def run(main: Callable[[], object]) -> None:
   def guarded(argv: Sequence[str]) -> int:
     if len(argv) > 1:
       return _complain(f'what is {argv[1]!r}? Options start with --, such as --workdir=DIR.')
+    logging.set_verbosity(logging.WARNING)
     try:
       main()
     except ConfigError as error:

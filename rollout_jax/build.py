@@ -171,11 +171,12 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
   make = lambda params: init_state(params, tx, chain.init(), curriculum.init())
   shardings = state_shardings(base.policy, tx, base.mesh, jax.eval_shape(make, base.policy.shapes))
   everywhere = replicated(base.mesh)
-  desk = _desk(config, base, sampling, verifier, 'rollout')
+  fetcher = Fetcher()
+  desk = _desk(config, base, sampling, verifier, fetcher, 'rollout')
   return Parts(
     base=base,
     desk=desk,
-    greedy=_desk(config, base, distribution(greedy=True), verifier, 'greedy', desk.fetcher),
+    greedy=_desk(config, base, distribution(greedy=True), verifier, fetcher, 'greedy'),
     sampled=dataclasses.replace(desk, seed=_seed(config, 'sampled')),
     scheduler=scheduler,
     curriculum=curriculum,
@@ -188,7 +189,7 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
     sample=jax.jit(
       lambda state: curriculum.sample(state, keys.named(config.seed, 'curriculum')), out_shardings=everywhere
     ),
-    fetcher=desk.fetcher,
+    fetcher=fetcher,
     reference=scores.reference,
     evaluate_every=config.evaluation.every,
     checkpoint_every=config.checkpoint.every,
@@ -198,7 +199,9 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
   )
 
 
-def _desk(config: ConfigDict, base: Base, sampling: Distribution, verifier: Verifier, purpose: str) -> Desk:
+def _desk(
+  config: ConfigDict, base: Base, sampling: Distribution, verifier: Verifier, fetcher: Fetcher, purpose: str
+) -> Desk:
   """A desk with an engine of its own: the distribution is compiled into it."""
   r, task, tokenizer = config.rollout, base.task, base.tokenizer
   return Desk(
@@ -214,7 +217,7 @@ def _desk(config: ConfigDict, base: Base, sampling: Distribution, verifier: Veri
     prompt=lambda split, index: tokenizer.encode(task.prompt(split, index).text),
     text=tokenizer.decode,
     verifier=verifier,
-    fetcher=Fetcher(),
+    fetcher=fetcher,
     seed=_seed(config, purpose),
     pad=tokenizer.pad,
     slots=r.slots,
