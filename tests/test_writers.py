@@ -12,7 +12,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from rollout_jax.types import ConfigError
-from rollout_jax.writers import Writers, WriteError, console_line, plain, progress, write_json
+from rollout_jax.writers import WriteError, Writers, console_line, plain, progress, write_json
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHOWN = ('reward {reward/mean:.2f}', 'kept {groups.kept:.0f}/{groups/all:.0f} groups', '{speed:k} tok/s', 'kl {kl:.3f}')
