@@ -67,7 +67,7 @@ def distribution(
 
   def draw(logits_BV, key_B2, position_B):
     if greedy:
-      token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+      token_B = most_probable(logits_BV)
       return token_B, log_prob(logits_BV.astype(jnp.float32), token_B)
     scaled_BV = temper(logits_BV)
     keep_BV = kept(scaled_BV) if filtered else None
@@ -98,6 +98,14 @@ def log_prob(scaled_xV: Array, token_x: Array, keep_xV: Array | None = None) -> 
   mass_xV, top_x1 = _mass(scaled_xV, keep_xV)
   chosen_x = jnp.take_along_axis(scaled_xV, token_x[..., None], axis=-1, mode='promise_in_bounds')[..., 0]
   return chosen_x - top_x1[..., 0] - jnp.log(mass_xV.sum(axis=-1))
+
+
+def most_probable(logits_BV: Array) -> Array:
+  """The first of the largest logits: argmax by two plain reductions, which is several times faster on CPU."""
+  B, V = logits_BV.shape
+  index_BV = jax.lax.broadcasted_iota(jnp.int32, (B, V), 1)
+  largest_BV = logits_BV >= logits_BV.max(axis=-1, keepdims=True)
+  return jnp.where(largest_BV, index_BV, V - 1).min(axis=-1)
 
 
 def keep_set(scaled_xV: Array, top_k: int, top_p: float, min_p: float) -> Array:

@@ -4,8 +4,9 @@ A row's last known token is always fed by the next decode step, which stores its
 behind it. So a prefill only fills the cache, one prefix serves any number of slots, and resuming is a prefill too.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import flax.struct
 import jax
@@ -72,7 +73,8 @@ def prefill(policy: Policy, params: PyTree, tokens_RL: Array) -> Prefix:
   """Keys and values of every token. Those at and behind a row's last token are written again before they are read."""
   R, L = tokens_RL.shape
   position_RL = jnp.broadcast_to(jnp.arange(L)[None, :], (R, L))
-  return Prefix(policy.hidden(params, tokens_RL, position_RL, cache=policy.new_cache(R, L))[1])
+  _, cache = policy.hidden(params, tokens_RL, position_RL, cache=policy.new_cache(R, L))
+  return Prefix(cast(Cache, cache))
 
 
 def insert(state: DecodeState, prefix: Prefix, take_J: Array, slot_J: Array, rows: Rows) -> DecodeState:
@@ -87,8 +89,8 @@ def insert(state: DecodeState, prefix: Prefix, take_J: Array, slot_J: Array, row
 def resume(policy: Policy, params: PyTree, state: DecodeState, rows: Rows, slot_J: Array) -> DecodeState:
   """Row j enters slot slot_J[j] behind a prefill of its whole past, computed where the slot is."""
   row_S = row_of_slot(state, slot_J)
-  rows = jax.tree.map(lambda x: x[row_S], rows)
-  return enter(state, row_S >= 0, prefill(policy, params, rows.tokens_JT).cache, rows)
+  row_by_slot = jax.tree.map(lambda x: x[row_S], rows)
+  return enter(state, row_S >= 0, prefill(policy, params, row_by_slot.tokens_JT).cache, row_by_slot)
 
 
 def row_of_slot(state: DecodeState, slot_J: Array) -> Array:
@@ -141,7 +143,8 @@ def generate(
     at_S = jnp.where(s.live_S, s.cursor_S, T)  # T is dropped: free slots stand still
     cursor_S = s.cursor_S + s.live_S
     stop_S = jnp.where(s.live_S, stop_reason(token_S, cursor_S, s.limit_S, end_tokens), s.stop_S)
-    return count + 1, s.replace(
+    return count + 1, dataclasses.replace(
+      s,
       cache=cache,
       tokens_ST=put(s.tokens_ST, at_S, token_S),
       logp_ST=put(s.logp_ST, at_S, logp_S),
@@ -156,7 +159,8 @@ def generate(
   after = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))[1]
   index_1T = jnp.arange(T)[None, :]
   drawn_ST = (index_1T >= state.cursor_S[:, None]) & (index_1T < after.cursor_S[:, None])
-  after = after.replace(
+  after = dataclasses.replace(
+    after,
     source_ST=jnp.where(drawn_ST, Source.DECODED, after.source_ST).astype(jnp.int8),
     version_ST=jnp.where(drawn_ST, version, after.version_ST),
   )
@@ -165,15 +169,16 @@ def generate(
 
 def collect(state: DecodeState, slot_J: Array) -> Rows:
   """What stands in the slots; entries without a slot are zero."""
-  columns = (state.tokens_ST, state.source_ST, state.logp_ST, state.version_ST)
-  columns += (state.cursor_S, state.limit_S, state.key_S2, state.stop_S)
-  return Rows(*(x.at[slot_J].get(mode='fill', fill_value=0) for x in columns))
+  matrices = state.tokens_ST, state.source_ST, state.logp_ST, state.version_ST
+  vectors = state.cursor_S, state.limit_S, state.key_S2, state.stop_S
+  return Rows(*(x.at[slot_J].get(mode='fill', fill_value=0) for x in (*matrices, *vectors)))
 
 
 def release(state: DecodeState, slot_J: Array) -> DecodeState:
   """Frees the slots. Their rows stay where they are until an insert overwrites them."""
   freed_S = jnp.zeros(state.live_S.shape, bool).at[slot_J].set(True, mode='drop')
-  return state.replace(
+  return dataclasses.replace(
+    state,
     cursor_S=jnp.where(freed_S, 0, state.cursor_S),
     live_S=state.live_S & ~freed_S,
     stop_S=jnp.where(freed_S, Stop.NONE, state.stop_S).astype(jnp.int8),

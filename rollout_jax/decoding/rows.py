@@ -8,19 +8,21 @@ import numpy as np
 
 from rollout_jax.types import Array, ConfigError, Request, Row, Source, Stop
 
+Either = Array | np.ndarray
+
 
 @flax.struct.dataclass
 class Rows:
   """J rows as arrays of fixed shape, padded to the engine's length T. On the device or, as numpy, on the host."""
 
-  tokens_JT: Array  # int32
-  source_JT: Array  # int8, Source
-  logp_JT: Array  # float32
-  version_JT: Array  # int32
-  length_J: Array  # int32
-  limit_J: Array  # int32
-  key_J2: Array  # uint32, row keys
-  stop_J: Array  # int8, Stop
+  tokens_JT: Either  # int32
+  source_JT: Either  # int8, Source
+  logp_JT: Either  # float32
+  version_JT: Either  # int32
+  length_J: Either  # int32
+  limit_J: Either  # int32
+  key_J2: Either  # uint32, row keys
+  stop_J: Either  # int8, Stop
 
 
 def to_device(rows: Sequence[Row], keys: np.ndarray, slots: int, length: int, pad: int) -> Rows:
@@ -32,24 +34,19 @@ def to_device(rows: Sequence[Row], keys: np.ndarray, slots: int, length: int, pa
         f'decoded in slots of {length} tokens: it wants 0 < tokens < limit <= slot. Shorten the prompt, or raise '
         'rollout.length or the limit.'
       )
-  padded = Rows(
-    tokens_JT=np.full((slots, length), pad, np.int32),
-    source_JT=np.full((slots, length), Source.PAD, np.int8),
-    logp_JT=np.zeros((slots, length), np.float32),
-    version_JT=np.full((slots, length), -1, np.int32),
-    length_J=np.zeros(slots, np.int32),
-    limit_J=np.zeros(slots, np.int32),
-    key_J2=np.zeros((slots, 2), np.uint32),
-    stop_J=np.full(slots, Stop.NONE, np.int8),
-  )
+  tokens_JT = np.full((slots, length), pad, np.int32)
+  source_JT = np.full((slots, length), Source.PAD, np.int8)
+  logp_JT = np.zeros((slots, length), np.float32)
+  version_JT = np.full((slots, length), -1, np.int32)
+  length_J, limit_J = np.zeros((2, slots), np.int32)
+  key_J2 = np.zeros((slots, 2), np.uint32)
   for j, row in enumerate(rows):
     n = len(row.tokens_T)
-    padded.tokens_JT[j, :n] = row.tokens_T
-    padded.source_JT[j, :n] = row.source_T
-    padded.logp_JT[j, :n] = row.logp_T
-    padded.version_JT[j, :n] = row.version_T
-    padded.length_J[j], padded.limit_J[j], padded.key_J2[j] = n, row.limit, keys[j]
-  return padded
+    tokens_JT[j, :n], source_JT[j, :n] = row.tokens_T, row.source_T
+    logp_JT[j, :n], version_JT[j, :n] = row.logp_T, row.version_T
+    length_J[j], limit_J[j], key_J2[j] = n, row.limit, keys[j]
+  stop_J = np.full(slots, Stop.NONE, np.int8)
+  return Rows(tokens_JT, source_JT, logp_JT, version_JT, length_J, limit_J, key_J2, stop_J)
 
 
 def to_host(rows: Rows, requests: Sequence[Request]) -> list[Row]:
@@ -57,10 +54,10 @@ def to_host(rows: Rows, requests: Sequence[Request]) -> list[Row]:
   return [
     Row(
       request=request,
-      tokens_T=rows.tokens_JT[j, :n].copy(),
-      source_T=rows.source_JT[j, :n].copy(),
-      logp_T=rows.logp_JT[j, :n].copy(),
-      version_T=rows.version_JT[j, :n].copy(),
+      tokens_T=np.array(rows.tokens_JT[j, :n]),
+      source_T=np.array(rows.source_JT[j, :n]),
+      logp_T=np.array(rows.logp_JT[j, :n]),
+      version_T=np.array(rows.version_JT[j, :n]),
       limit=int(rows.limit_J[j]),
       stop=Stop(int(rows.stop_J[j])),
     )
