@@ -12,10 +12,11 @@ EVENTS = (
 
 
 class Clock:
-  """Seconds since the last call of `lap`, and how many of these went into tracing and compiling; counts compiled programs."""
+  """Seconds since the last call of `lap`, how many of these went into tracing and compiling, and counts of both."""
 
   def __init__(self) -> None:
-    self.compiled = 0  # programs compiled (or read from the compilation cache) so far
+    self.traced = 0  # functions traced so far
+    self.compiled = 0  # programs compiled, or read from the compilation cache
     self._compiling = 0.0
     self._mark = (time.perf_counter(), 0.0)
     jax.monitoring.register_event_duration_secs_listener(self._hear)
@@ -23,6 +24,7 @@ class Clock:
   def _hear(self, event: str, duration: float, **_: object) -> None:
     if event in EVENTS:
       self._compiling += duration
+      self.traced += event == EVENTS[0]
       self.compiled += event == EVENTS[-1]
 
   def lap(self) -> tuple[float, float]:

@@ -90,17 +90,18 @@ def _run(
       loop.save(state, checkpoints)
     else:
       say(f'resumed {folder} at step {state.step} of {config.steps}')
-    loop.train(
-      parts,
-      state,
-      steps=config.steps,
-      frozen=frozen,
-      writers=writers,
-      checkpoints=checkpoints,
-      clock=clock,
-      stop=stop,
-      evaluate=score,
-    )
+    with jax.transfer_guard_host_to_device('disallow'):  # every copy to the device is one that somebody asked for
+      loop.train(
+        parts,
+        state,
+        steps=config.steps,
+        frozen=frozen,
+        writers=writers,
+        checkpoints=checkpoints,
+        clock=clock,
+        stop=stop,
+        evaluate=score,
+      )
     if state.step < config.steps:
       say(f'stopped at step {state.step} of {config.steps} and saved; the same command goes on from there')
       return None

@@ -1,11 +1,13 @@
 """Hand-made batches and token views for tests of transforms, losses and curricula."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollout_jax.types import Array, Outcome, RolloutBatch, Source, Stop, Tokens
+from rollout_jax.types import Array, Outcome, Report, RolloutBatch, Source, Stop, Tokens, Transform
 
 P, G, T = 4, 8, 6  # the shape of `mixed`; group 3 does not exist
 VERSION = 10  # the policy version that trains it
@@ -108,6 +110,17 @@ def of_tokens(learner_n, *, proximal_n=None, advantage_n=1.0, keep_n=None, row_n
     rows=rows,
     reference_logp_n=full(reference_n, learner_n),
   )
+
+
+def plain(member: Transform, batch: RolloutBatch) -> tuple[RolloutBatch, Report]:
+  """The batch after a transform that was never used before, and its report."""
+  after, _, report = member.update(batch, member.init(), version=jnp.int32(VERSION))
+  return after, report
+
+
+def applied(member: Transform, batch: RolloutBatch) -> tuple[RolloutBatch, Report]:
+  """`plain` under jit."""
+  return jax.jit(functools.partial(plain, member))(batch)
 
 
 def value(mean) -> Array:

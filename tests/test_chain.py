@@ -10,7 +10,9 @@ from rollout_jax.losses.kl import add, kl
 from rollout_jax.transforms.chain import chain, check, reads_score, stateless
 from rollout_jax.types import ConfigError, Phase, Spec, Transform
 from tests import batches
-from tests.batches import of_rewards, value
+from tests.batches import applied, of_rewards, value
+
+pytestmark = pytest.mark.usefixtures('quick_compile')  # many small programs: compiling is all that they cost
 
 SHAPE = (batches.P, batches.G, batches.T)
 VERSION = jnp.int32(batches.VERSION)
@@ -32,6 +34,11 @@ def named(name, phase=Phase.FILTER, report=(), **spec):
 
 def members(*names):
   return [getattr(transforms, name)() for name in names]
+
+
+def first_half(parts, batch):
+  """before_score under jit, with the state as it is at the start."""
+  return jax.jit(lambda batch: parts.before_score(batch, parts.init(), version=VERSION))(batch)
 
 
 def refusal(parts, loss=None, shape=SHAPE):
@@ -137,16 +144,34 @@ def test_halves_one_after_the_other_equal_the_members_one_after_the_other():
   assert after.shape[1] == parts.group_size(batches.G) == 4
 
 
+def test_rows_that_each_member_takes_out_of_the_loss_are_counted():
+  batch = of_rewards(np.zeros((2, 6)), correct_PG=np.array([[1] * 6, [0, 1, 0, 1, 0, 1]]) > 0)
+  batch = batch.replace(version_PGT=batch.version_PGT.at[:, :, 1].set(9).at[1, 0, 1].set(3))
+  parts = chain(*WHOLE[:-1])
+  after, _, report = first_half(parts, batch)
+  dropped = {key.split('/')[1]: value(mean) for key, mean in report.items() if key.startswith('dropped/')}
+  assert dropped == {'limit_staleness': 1, 'drop_degenerate': 6, 'pods': 1, 'group_advantage': 0}
+  assert after.keep_PGT.sum() == 12 - sum(dropped.values())
+
+
+def test_rewards_alone_are_those_of_every_row_as_collected():
+  batch, parts = batches.mixed(), chain(*WHOLE)
+  rewarded = jax.jit(lambda b: parts.reward(b, parts.init(), version=VERSION))(batch)
+  alone, _ = applied(transforms.combine_rewards(), batch)
+  np.testing.assert_array_equal(rewarded.reward_PG, alone.reward_PG)
+  np.testing.assert_array_equal(rewarded.keep_PGT, batch.keep_PGT)
+
+
 def test_correction_waits_for_the_score():
   batch = batches.mixed().replace(proximal_logp_PGT=None)
-  after, state, report = chain(*WHOLE).before_score(batch, ((),) * len(WHOLE), version=VERSION)
+  after, _, report = first_half(chain(*WHOLE), batch)
   assert after.proximal_logp_PGT is None and not any(key.startswith('tis/') for key in report)
 
 
 def test_member_that_reads_a_score_early_moves_the_score_up():
   shaping = named('shaping', Phase.REWARD, report=['mine/seen'], reads=frozenset({'reference_logp_PGT'}))
   parts = chain(transforms.combine_rewards(), shaping, transforms.group_advantage())
-  batch, state, report = parts.before_score(batches.mixed(), parts.init(), version=VERSION)
+  batch, state, report = first_half(parts, batches.mixed())
   assert 'mine/seen' not in report and batch.advantage_PGT is None
   batch, state, report = parts.after_score(batch, state, version=VERSION)
   assert 'mine/seen' in report and batch.advantage_PGT is not None
@@ -158,7 +183,7 @@ def test_member_that_reads_a_score_early_moves_the_score_up():
 def test_original_counts_the_tokens_in_the_loss_before_the_first_filter(chosen):
   batch = batches.mixed()
   parts = chain(*members('combine_rewards', *chosen, 'group_advantage'))
-  after, *_ = jax.jit(lambda b: parts.before_score(b, parts.init(), version=VERSION))(batch)
+  after, *_ = first_half(parts, batch)
   before_PG = batch.keep_PGT.sum(axis=2)
   assert after.original_PG.sum() == before_PG.sum()
   if 'pods' in chosen:
@@ -178,12 +203,17 @@ def test_observe_sees_the_batch_as_collected_and_each_member_keeps_its_own_state
     return Transform(lambda: jnp.zeros(()), update, observe, Spec(name=name, phase=phase))
 
   parts = chain(counter('first', Phase.FILTER), transforms.pods(m=2), counter('last', Phase.CORRECT))
-  collected, state = of_rewards([[1, 0, 1], [0, 0, 1]]), parts.init()
-  for seen in (0, 6, 12):
+
+  @jax.jit
+  def step(collected, state):
     batch, state, report = parts.before_score(collected, state, version=VERSION)
     batch, state, more = parts.after_score(batch, state, version=VERSION)
-    assert value(report['first/seen']) == value(more['last/seen']) == seen
-    state = parts.observe(collected, state)
+    return parts.observe(collected, state), report | more
+
+  state = parts.init()
+  for seen in (0, 6, 12):
+    state, report = step(of_rewards([[1, 0, 1], [0, 0, 1]]), state)
+    assert value(report['first/seen']) == value(report['last/seen']) == seen
 
 
 @pytest.mark.parametrize(
@@ -206,6 +236,6 @@ def test_dead_group_gives_no_advantage_and_a_filter_before_the_estimator_is_seen
   stale = batch.version_PGT.at[:, :, 1].set(9).at[1, 2, 1].set(3)
   batch = batch.replace(version_PGT=stale)
   parts = chain(*members('combine_rewards', 'limit_staleness', 'drop_degenerate', 'group_advantage'))
-  after, *_ = parts.before_score(batch, parts.init(), version=VERSION)
+  after, *_ = first_half(parts, batch)
   assert (after.advantage_PGT[0] == 0).all() and (after.keep_PGT[0] == 0).all()
   np.testing.assert_allclose(after.advantage_PGT[1, :, 0], [1.154699, -0.577349, 0, -0.577349], atol=1e-5)

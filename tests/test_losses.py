@@ -1,4 +1,4 @@
-"""Losses, the KL penalty and aggregation: shared laws, then published numbers (to 1e-5) and gradients by enumeration."""
+"""The laws that every loss keeps, then the published columns of PPO (to 1e-5)."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from rollout_jax import losses, transforms
 from rollout_jax.losses.aggregation import DENOMINATORS, MODES, row_weight
 from rollout_jax.losses.kl import ESTIMATORS, add, kl
-from rollout_jax.transforms.chain import chain
-from rollout_jax.transforms.select import max_variance
 from rollout_jax.types import ConfigError, Tokens
-from tests import batches
 from tests.batches import of_rewards, of_tokens, value
+
+pytestmark = pytest.mark.usefixtures('quick_compile')  # many small programs: compiling is all that they cost
 
 POLICY = {name: getattr(losses, name)() for name in losses.__all__} | {
   'ppo_clip higher': losses.ppo_clip(low=0.2, high=0.28),
@@ -182,177 +181,6 @@ def test_correction_stands_outside_the_clip_so_three_policies_give_the_decoupled
   after, *_ = transforms.tis().update(batch, ())
   tokens = of_tokens([np.log(0.36)], proximal_n=np.log(0.3)).replace(coefficient_n=after.correction_PGT[0, 0, 1:])
   assert total(POLICY['ppo_clip'], tokens, jnp.ones(1))[0] == pytest.approx(-1.8, abs=1e-5)
-
-
-# KL.
-
-
-def test_estimates_equal_the_published_numbers():
-  x_n = np.array([-0.5, -0.1, 0, 0.1, 0.5])
-  expected = {
-    'k1': x_n,
-    'k2': [0.125, 0.005, 0, 0.005, 0.125],
-    'k3': [0.148721, 0.005171, 0, 0.004837, 0.106531],
-  }
-  for kind, numbers in expected.items():
-    loss_n, report = PENALTY[kind].value(of_tokens(x_n - 2, reference_n=-2.0), ())
-    np.testing.assert_allclose(loss_n, 0.3 * np.array(numbers), atol=1e-5)
-    assert value(report[f'loss/kl_{kind}']) == pytest.approx(np.mean(numbers), abs=1e-5)
-
-
-def test_of_the_estimators_only_k2_has_the_gradient_of_the_reverse_kl():
-  logits_V, reference_V = jnp.array([0.3, -1.0, 0.7, 0.1, 1.4]), jnp.array([1.0, 0.2, -0.5, 0.0, 0.3])
-  target_V = jax.nn.log_softmax(reference_V)
-
-  def expected_penalty(kind):
-    """Mean over every token under the policy, of the value or of its gradient: the policy that samples is held."""
-
-    def mean(logits_V):
-      logp_V = jax.nn.log_softmax(logits_V)
-      loss_V, _ = kl(kind=kind, beta=1.0).value(of_tokens(logp_V, reference_n=target_V), ())
-      return jnp.sum(jax.lax.stop_gradient(jnp.exp(logp_V)) * loss_V)
-
-    return jax.value_and_grad(mean)(logits_V)
-
-  def divergence(forward):
-    def kl_V(logits_V):
-      logp_V = jax.nn.log_softmax(logits_V)
-      p, q = (target_V, logp_V) if forward else (logp_V, target_V)
-      return jnp.sum(jnp.exp(p) * (p - q))
-
-    return jax.value_and_grad(kl_V)(logits_V)
-
-  (reverse, reverse_V), (_, forward_V) = divergence(False), divergence(True)
-  assert expected_penalty('k1')[0] == pytest.approx(float(reverse), rel=1e-5)
-  assert expected_penalty('k3')[0] == pytest.approx(float(reverse), rel=1e-5)
-  np.testing.assert_allclose(expected_penalty('k1')[1], np.zeros(5), atol=1e-6)
-  np.testing.assert_allclose(expected_penalty('k2')[1], reverse_V, atol=1e-6)
-  np.testing.assert_allclose(expected_penalty('k3')[1], forward_V, atol=1e-6)
-  assert not np.allclose(reverse_V, forward_V, atol=1e-2)
-
-
-def test_penalty_adds_to_the_loss_and_reads_the_reference():
-  tokens = random_tokens()
-  loss = add(POLICY['ppo_clip'], PENALTY['k2'])
-  both, report = loss.value(tokens, loss.prepare(tokens))
-  parts = [part.value(tokens, ())[0] for part in (POLICY['ppo_clip'], PENALTY['k2'])]
-  np.testing.assert_allclose(both, parts[0] + parts[1], rtol=1e-6)
-  assert {'loss/ratio', 'loss/kl_k2'} <= report.keys()
-  assert loss.reads == {'proximal_logp_PGT', 'advantage_PGT', 'reference_logp_PGT'}
-
-
-def test_kind_without_beta_measures_and_does_not_penalise():
-  tokens = random_tokens()
-  loss_n, report = kl(kind='k3').value(tokens, ())
-  assert (loss_n == 0).all() and value(report['loss/kl_k3']) > 0
-
-
-# Aggregation.
-
-LENGTHS, LOSSES = np.array([2, 4]), np.array([1, 2, 1, 1, 1, 5.0])
-ROW = np.array([0, 0, 1, 1, 1, 1])
-VECTORS = {'token_mean': 1.833333, 'seq_mean_token_sum': 5.5, 'seq_mean_token_mean': 1.75, 'constant_length': 0.6875}
-
-
-def aggregate(mode, denominator, keep_n, original_B=LENGTHS, constant=8, rows=2):
-  kept_B = np.bincount(ROW, keep_n, rows)
-  weight_B = row_weight(mode, denominator, constant=constant)(jnp.asarray(kept_B), jnp.asarray(original_B))
-  return float(jnp.sum(weight_B[ROW] * keep_n * LOSSES))
-
-
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('denominator', ['kept', 'original'])
-def test_modes_equal_the_published_numbers(mode, denominator):
-  assert aggregate(mode, denominator, np.ones(6)) == pytest.approx(VECTORS[mode], abs=1e-5)
-
-
-DROPPED = {  # the last token of the second row is masked: losses [1, 2] and [1, 1, 1]
-  ('token_mean', 'kept'): 6 / 5,
-  ('token_mean', 'original'): 6 / 6,
-  ('token_mean', 'constant'): 6 / (2 * 8),
-  ('seq_mean_token_mean', 'kept'): (1.5 + 1) / 2,
-  ('seq_mean_token_mean', 'original'): (1.5 + 3 / 4) / 2,
-  ('seq_mean_token_mean', 'constant'): (1.5 + 1) / 2,
-  ('seq_mean_token_sum', 'kept'): 6 / 2,
-  ('seq_mean_token_sum', 'original'): 6 / 2,
-  ('seq_mean_token_sum', 'constant'): 6 / 2,
-  ('constant_length', 'kept'): 6 / (2 * 8),
-  ('constant_length', 'original'): 6 / (2 * 8),
-  ('constant_length', 'constant'): 6 / (2 * 8),
-}
-
-
-@pytest.mark.parametrize('mode, denominator', DROPPED)
-def test_dropping_a_token_changes_only_the_denominators_that_count_it(mode, denominator):
-  assert aggregate(mode, denominator, np.array([1, 1, 1, 1, 1, 0])) == pytest.approx(DROPPED[mode, denominator])
-
-
-GONE = {  # the second row is masked and a third was never rolled out: losses [1, 2]
-  ('token_mean', 'kept'): 3 / 2,
-  ('token_mean', 'original'): 3 / 6,
-  ('token_mean', 'constant'): 3 / (3 * 8),
-  ('seq_mean_token_mean', 'kept'): 1.5,
-  ('seq_mean_token_mean', 'original'): 1.5 / 2,
-  ('seq_mean_token_mean', 'constant'): 1.5 / 3,
-  ('seq_mean_token_sum', 'kept'): 3,
-  ('seq_mean_token_sum', 'original'): 3 / 2,
-  ('seq_mean_token_sum', 'constant'): 3 / 3,
-  ('constant_length', 'kept'): 3 / 8,
-  ('constant_length', 'original'): 3 / (2 * 8),
-  ('constant_length', 'constant'): 3 / (3 * 8),
-}
-
-
-@pytest.mark.parametrize('mode, denominator', GONE)
-def test_masked_rows_and_rows_never_rolled_out_count_as_the_denominator_says(mode, denominator):
-  original_B = np.array([2, 4, 0])
-  assert aggregate(mode, denominator, np.array([1, 1, 0, 0, 0, 0]), original_B, rows=3) == pytest.approx(
-    GONE[mode, denominator]
-  )
-
-
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('denominator', DENOMINATORS)
-def test_weights_are_finite_and_zero_when_nothing_is_kept(mode, denominator):
-  for original in (jnp.zeros(3), jnp.ones(3)):
-    assert (row_weight(mode, denominator, constant=8)(jnp.zeros(3), original) == 0).all()
-
-
-@pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('denominator', ['kept', 'original'])
-def test_selecting_rows_by_gather_and_by_mask_gives_one_loss(mode, denominator):
-  collected = batches.mixed(4)
-  weigh = row_weight(mode, denominator, constant=8)
-
-  def loss(batch):
-    kept_PG = jnp.sum(batch.keep_PGT, axis=2)
-    loss_PGT = -batch.advantage_PGT * batch.behaviour_logp_PGT * batch.keep_PGT
-    return jnp.sum(weigh(kept_PG, batch.original_PG)[:, :, None] * loss_PGT)
-
-  def by_gather(batch):
-    parts = chain(transforms.pods(m=3), transforms.group_advantage())
-    return loss(parts.before_score(batch, parts.init())[0])
-
-  def by_mask(batch):
-    chosen_PG = jax.vmap(max_variance, (0, 0, 0, None))(batch.reward_PG, batch.stat_PG, batch.rollout_PG, 3)
-    batch = batch.replace(
-      original_PG=jnp.sum(batch.keep_PGT, axis=2),
-      stat_PG=batch.stat_PG * chosen_PG,
-      keep_PGT=batch.keep_PGT * chosen_PG[:, :, None],
-    )
-    return loss(transforms.group_advantage().update(batch, ())[0])
-
-  np.testing.assert_allclose(jax.jit(by_gather)(collected), jax.jit(by_mask)(collected), rtol=1e-5)
-
-
-def test_constant_that_a_mode_needs_is_demanded_and_names_are_checked():
-  for mode, denominator in (('constant_length', 'kept'), ('token_mean', 'constant')):
-    with pytest.raises(ConfigError, match='aggregation.constant'):
-      row_weight(mode, denominator)
-  with pytest.raises(ConfigError, match="aggregation.mode must be one of .*'token_mean'.*'tokens'"):
-    row_weight('tokens', 'kept')
-  with pytest.raises(ConfigError, match='aggregation.denominator'):
-    row_weight('token_mean', 'all')
 
 
 @pytest.mark.parametrize(

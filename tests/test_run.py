@@ -1,0 +1,218 @@
+"""Whole runs, tiny: what they leave behind, that they resume bit for bit, and that nothing is traced or fetched beyond the plan."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from configs import base
+from rollout_jax import loop, warm_start
+from rollout_jax.build import build, build_verifier
+from rollout_jax.clock import Clock
+from rollout_jax.run import run
+from rollout_jax.training.checkpoint import Checkpointer
+from rollout_jax.types import ConfigError
+from rollout_jax.writers import Writers
+from tests.overlay import shrink
+
+SHOWN = ('accuracy {reward/accuracy:.2f}',)
+TIMES = ('t/', 'rate/', 'total/seconds', 'total/device_seconds', 'total/compile_seconds')
+ROOT = pathlib.Path(__file__).parent.parent
+
+# Everything that a checkpoint must carry, in one config: lag, refill, correction, a curriculum with a table, several updates.
+HARD = dict(
+  scheduler='dynamic',
+  curriculum='pass_rate',
+  transforms=('combine_rewards', 'limit_staleness', 'drop_degenerate', 'group_advantage', 'tis'),
+  rollout__lag=1,
+  epochs=2,
+  minibatches=2,
+  product__size=24,
+)
+
+
+@pytest.fixture(scope='module')
+def verifier():
+  with build_verifier(shrink(base.get_config())) as shared:
+    yield shared
+
+
+@dataclasses.dataclass
+class Machine:
+  """The parts of a run with a folder, to be driven step by step."""
+
+  parts: object
+  folder: pathlib.Path
+  clock: Clock
+
+  def go(self, steps, until=None):
+    """Takes the run in the folder to `steps`, or stops after `until` steps; returns the run."""
+    parts = self.parts
+    with jax.set_mesh(parts.base.mesh), Checkpointer(self.folder / 'checkpoints', keep=2) as checkpoints:
+      fresh = loop.start(parts, warm_start.random_params(parts.base, 0))
+      state = loop.restore(parts, fresh, checkpoints)
+      writers = Writers(self.folder, steps=steps, shown=SHOWN, resume_step=0 if state is None else state.step)
+      state = fresh if state is None else state
+      loop.train(
+        parts,
+        state,
+        steps=steps,
+        frozen={'reference': warm_start.random_params(parts.base, 1)},
+        writers=writers,
+        checkpoints=checkpoints,
+        clock=self.clock,
+        stop=lambda: until is not None and state.step >= until,
+        evaluate=lambda run: None,
+      )
+      writers.close()
+      return state
+
+
+@pytest.fixture
+def machine(verifier, tmp_path):
+  clock = Clock()
+
+  def make(folder='run', **changes):
+    return Machine(build(shrink(base.get_config(), **changes), verifier), tmp_path / folder, clock)
+
+  yield make
+  clock.close()
+
+
+def lines(folder):
+  """Lines of metrics.jsonl without what a clock says."""
+  found = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+  return [{name: x for name, x in line.items() if not name.startswith(TIMES)} for line in found]
+
+
+@pytest.mark.parametrize('changes', [{}, HARD], ids=['baseline', 'everything'])
+def test_a_run_cut_at_any_step_continues_identically(machine, changes):
+  whole = machine('whole', checkpoint__every=2, **changes)
+  end = whole.go(5)
+  for cut in (1, 4):
+    part = dataclasses.replace(whole, folder=whole.folder.parent / f'cut{cut}')
+    part.go(5, until=cut)
+    again = dataclasses.replace(part, parts=whole.parts).go(5)
+    assert lines(part.folder) == lines(whole.folder)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, again.state), jax.tree.map(np.array, end.state))
+    np.testing.assert_array_equal(again.visits_N, end.visits_N)
+    assert (again.backlog, again.scheduler_state) == (end.backlog, end.scheduler_state)
+
+
+def test_nothing_is_traced_after_the_second_step_and_fetches_are_counted(machine):
+  runner = machine(checkpoint__every=100)
+  parts, counts = runner.parts, []
+
+  class Watch(Writers):
+    def step(self, step, metrics, rollouts=()):
+      super().step(step, metrics, rollouts)
+      counts.append((step, runner.clock.traced, runner.clock.compiled, dict(parts.fetcher.counts), metrics))
+
+  with jax.set_mesh(parts.base.mesh), Checkpointer(runner.folder / 'checkpoints', keep=1) as checkpoints:
+    loop.train(
+      parts,
+      loop.start(parts, warm_start.random_params(parts.base, 0)),
+      steps=6,
+      frozen={},
+      writers=Watch(runner.folder, steps=6, shown=SHOWN),
+      checkpoints=checkpoints,
+      clock=runner.clock,
+      stop=lambda: False,
+      evaluate=lambda run: None,
+    )
+  # A step's line is written while the next step runs: line k is there once step k + 1 was dispatched.
+  traced = {step: traced for step, traced, *_ in counts}
+  compiled = {step: compiled for step, _, compiled, *_ in counts}
+  assert traced[5] == traced[2] and compiled[5] == compiled[2]
+  for (step, *_, before, _), (_, *_, after, _) in zip(counts[1:4], counts[2:5], strict=True):
+    fetched = {name: after.get(name, 0) - before.get(name, 0) for name in after}
+    chunks = counts[step][-1]['engine/chunks']
+    assert fetched['report'] == 1 and fetched['prompts'] <= 1
+    assert fetched['status'] <= chunks + 2 and fetched['rows'] <= fetched['status']
+    assert set(fetched) == {'prompts', 'status', 'rows', 'report'}
+
+
+def test_learning_rate_zero_stays_flat(machine):
+  run = machine(optimizer__learning_rate=0.0).go(4)
+  fresh = warm_start.random_params(machine().parts.base, 0)
+  jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, run.state.params['policy']), jax.tree.map(np.array, fresh))
+
+
+def test_lag_is_the_number_of_versions_between_sampling_and_training(machine):
+  runner = machine(rollout__lag=2)
+  runner.go(5)
+  assert [line['lag/max'] for line in lines(runner.folder)] == [0, 1, 2, 2, 2]
+  assert all(line['lag/mean'] == line['lag/max'] for line in lines(runner.folder))
+
+
+def test_a_run_leaves_its_files_and_a_second_call_finds_it_finished(tmp_path, capsys):
+  config = shrink(base.get_config(), sft__steps=4, sft__batch=8, evaluation__samples=4, curriculum='uniform', pods__m=3)
+  summary = run(config, str(tmp_path))
+  said = capsys.readouterr().out
+  assert json.loads((tmp_path / 'summary.json').read_text())['accuracy'].keys() == {'before', 'after'}
+  assert [point['step'] for point in summary['curve']] == [0, 2] and 'pass@4' in summary['curve'][0]
+  header = json.loads((tmp_path / 'run.json').read_text())
+  assert header['methods']['drop_degenerate'] == 'empirical' and header['hardware']['platform'] == 'cpu'
+  assert header['changed_but_unused'] == ['pods.m = 3'] and 'warning: pods.m = 3' in said
+  record = json.loads((tmp_path / 'metrics.jsonl').read_text().splitlines()[-1])
+  assert record['tok/decoded'] == record['tok/trained'] + record['tok/filtered']
+  row = json.loads((tmp_path / 'rollouts.jsonl').read_text().splitlines()[0])
+  assert {'prompt_text', 'text', 'verdict', 'reward', 'stop', 'versions'} <= row.keys()
+  assert list((tmp_path / 'tensorboard').iterdir())
+  assert run(config, str(tmp_path)) == summary and 'finished' in capsys.readouterr().out
+
+
+def test_a_workdir_with_another_config_is_refused_with_the_difference(tmp_path):
+  config = shrink(base.get_config())
+  warm_start.claim(tmp_path, json.loads(config.to_json()))
+  config.rollout.slots = 16
+  with pytest.raises(ConfigError, match='rollout.slots: 8 -> 16'):
+    run(config, str(tmp_path))
+
+
+def train(folder, *flags, wait=True):
+  """The main in a process of its own, as a user starts it."""
+  command = [sys.executable, '-m', 'experiments.train', '--config=tests/tiny_config.py', f'--workdir={folder}', *flags]
+  process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+  return process.communicate()[0] if wait else process
+
+
+def wait_for_lines(folder, count, process):
+  path = folder / 'metrics.jsonl'
+  while process.poll() is None and not (path.exists() and path.read_text().count('\n') >= count):
+    time.sleep(0.02)
+
+
+def test_kill_9_and_the_same_command_again_give_the_same_metrics(tmp_path):
+  """Slow: four processes, each of which starts JAX and loads its programs from the compilation cache."""
+  train(tmp_path / 'whole')
+  for attempt, count in enumerate((1, 4)):
+    process = train(tmp_path / 'cut', wait=False)
+    wait_for_lines(tmp_path / 'cut', count, process)
+    assert process.poll() is None, f'the run ended before kill {attempt}: {process.communicate()[0]}'
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+  train(tmp_path / 'cut')
+  assert len(lines(tmp_path / 'whole')) == 8
+  assert lines(tmp_path / 'cut') == lines(tmp_path / 'whole')
+  summaries = [json.loads((tmp_path / name / 'summary.json').read_text()) for name in ('cut', 'whole')]
+  assert summaries[0]['accuracy'] == summaries[1]['accuracy']
+
+
+def test_sigterm_saves_and_ends_cleanly(tmp_path):
+  process = train(tmp_path, '--config.steps=100000', wait=False)
+  wait_for_lines(tmp_path, 2, process)
+  process.send_signal(signal.SIGTERM)
+  said = process.communicate()[0]
+  assert process.returncode == 0, said
+  done = len(lines(tmp_path))
+  assert f'stopped at step {done} of 100000 and saved' in said
+  assert (tmp_path / 'checkpoints' / f'{done:08d}').is_dir()
