@@ -20,7 +20,6 @@ RULES: dict[str, str | tuple[str, ...]] = {
   'slots': ('data', 'fsdp'),
   'embed': 'fsdp',
   'vocab': 'tensor',
-  'heads': 'tensor',
   'kv_heads': 'tensor',
   'mlp': 'tensor',
 }
