@@ -44,16 +44,23 @@ find_python() {
     "Set PYTHON to the path of one."
 }
 
+# Removes an environment that was made here; the mark goes last, so that a removal cut short is known as well.
+remove_ours() {
+  rm -f "$venv/.whole"
+  find "$venv" -mindepth 1 -maxdepth 1 ! -name .ours -exec rm -rf {} +
+  rm -rf "$venv"
+}
+
 # Leaves an environment in $venv that works, made anew where that is needed.
 make_environment() {
   local interpreter
   if [ -e "$venv/.ours" ]; then
     if [ ! -e "$venv/.whole" ]; then
       echo "The environment in $venv was left half made: making it anew."
-      rm -rf "$venv"
+      remove_ours
     elif [ "$(version_of "${PYTHON:-$python}")" != "$(version_of "$python" || echo none)" ]; then
       echo "The environment in $venv is of another Python: making it anew."
-      rm -rf "$venv"
+      remove_ours
     fi
   fi
   if [ ! -e "$venv/pyvenv.cfg" ]; then
