@@ -83,8 +83,9 @@ def chain(*members: Transform) -> Chain:
 
 
 def run(members: Sequence[Transform], batch: RolloutBatch, state: tuple, extra: dict):
-  """The batch after these members, their states, and their reports as one; dropped/NAME counts the rows that each took out."""
-  report, after = {}, []
+  """The batch after these members, their states, and one report; dropped/NAME counts the rows that each took out."""
+  report: Report = {}
+  after: list[PyTree] = []
   for member, before in zip(members, state, strict=True):
     filters = member.spec.phase >= Phase.FILTER
     rows = rows_in_loss(batch)
@@ -170,7 +171,8 @@ def _check_pairs(specs: Sequence[Spec]) -> None:
 
 
 def _check_fields(specs: Sequence[Spec], loss: Loss) -> None:
-  provided, writer = COLLECTED | SCORES, {}
+  provided = COLLECTED | SCORES
+  writer: dict[str, str] = {}
   for spec in specs:
     if unknown := (spec.reads | spec.writes) - FIELDS.keys():
       raise ConfigError(f'transforms: {spec.name} reads or writes {sorted(unknown)}, no fields of RolloutBatch.')
