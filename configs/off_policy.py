@@ -1,4 +1,4 @@
-"""Samples are one step old (Async-RLHF, arXiv 2410.18252): token-level truncated importance sampling corrects, old rows are left out.
+"""Samples are one step old (Async-RLHF, arXiv 2410.18252): truncated importance sampling corrects, old rows are left out.
 
 python -m experiments.train --config=configs/off_policy.py --workdir=runs/off_policy
 """

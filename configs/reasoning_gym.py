@@ -1,6 +1,6 @@
-"""Any dataset of the package reasoning-gym, in bytes, scored by its own scorer; here the one that reverses words' letters.
+"""Any dataset of the package reasoning-gym, in bytes, scored by its own scorer; here sums and products.
 
-python -m experiments.train --config=configs/reasoning_gym.py --workdir=runs/gym --config.reasoning_gym.dataset=letter_jumble
+python -m experiments.train --config=configs/reasoning_gym.py --workdir=runs/gym --config.reasoning_gym.dataset=gcd
 """
 
 from configs import base

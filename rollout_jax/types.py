@@ -133,7 +133,8 @@ class RolloutBatch:
   @property
   def shape(self) -> tuple[int, int, int]:
     """(P, G, T)."""
-    return self.tokens_PGT.shape
+    P, G, T = self.tokens_PGT.shape
+    return P, G, T
 
 
 @flax.struct.dataclass

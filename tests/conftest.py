@@ -28,3 +28,34 @@ def quick_compile():
   jax.config.update('jax_disable_most_optimizations', True)
   yield
   jax.config.update('jax_disable_most_optimizations', False)
+
+
+@pytest.fixture(scope='session')
+def verifier():
+  """Worker processes of the task that tiny runs share."""
+  from configs import base
+  from rollout_jax.build import build_verifier
+  from tests.overlay import shrink
+
+  with build_verifier(shrink(base.get_config())) as shared:
+    yield shared
+
+
+@pytest.fixture
+def machine(verifier, tmp_path):
+  """Makes a `runner.Machine` of a config (the base if none is given) with the tests' overlay and changes."""
+  from configs import base
+  from rollout_jax.build import build
+  from rollout_jax.clock import Clock
+  from tests.overlay import shrink
+  from tests.runner import Machine
+
+  clock = Clock()
+
+  def make(folder='run', config=None, **changes):
+    return Machine(
+      build(shrink(base.get_config() if config is None else config, **changes), verifier), tmp_path / folder, clock
+    )
+
+  yield make
+  clock.close()

@@ -36,4 +36,5 @@ def shrink(config: ConfigDict, **changes) -> ConfigDict:
     for part in section.split('.') if section else ():
       target = target[part]
     target[field] = value
+  config.pods.m = min(config.pods.m, tiny.G // 2) if 'pods' in config.transforms else config.pods.m
   return config

@@ -1,4 +1,4 @@
-"""Whole runs, tiny: what they leave behind, that they resume bit for bit, and that nothing is traced or fetched beyond the plan."""
+"""Whole runs, tiny: what they leave behind, that they resume bit for bit, that nothing is traced or fetched beyond the plan."""
 
 import dataclasses
 import json
@@ -15,16 +15,13 @@ import pytest
 
 from configs import base
 from rollout_jax import loop, warm_start
-from rollout_jax.build import build, build_verifier
-from rollout_jax.clock import Clock
 from rollout_jax.run import run
 from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.types import ConfigError
 from rollout_jax.writers import Writers
 from tests.overlay import shrink
+from tests.runner import SHOWN, lines
 
-SHOWN = ('accuracy {reward/accuracy:.2f}',)
-TIMES = ('t/', 'rate/', 'total/seconds', 'total/device_seconds', 'total/compile_seconds')
 ROOT = pathlib.Path(__file__).parent.parent
 
 # Everything that a checkpoint must carry, in one config: lag, refill, correction, a curriculum with a table, several updates.
@@ -37,60 +34,6 @@ HARD = dict(
   minibatches=2,
   product__size=24,
 )
-
-
-@pytest.fixture(scope='module')
-def verifier():
-  with build_verifier(shrink(base.get_config())) as shared:
-    yield shared
-
-
-@dataclasses.dataclass
-class Machine:
-  """The parts of a run with a folder, to be driven step by step."""
-
-  parts: object
-  folder: pathlib.Path
-  clock: Clock
-
-  def go(self, steps, until=None):
-    """Takes the run in the folder to `steps`, or stops after `until` steps; returns the run."""
-    parts = self.parts
-    with jax.set_mesh(parts.base.mesh), Checkpointer(self.folder / 'checkpoints', keep=2) as checkpoints:
-      fresh = loop.start(parts, warm_start.random_params(parts.base, 0))
-      state = loop.restore(parts, fresh, checkpoints)
-      writers = Writers(self.folder, steps=steps, shown=SHOWN, resume_step=0 if state is None else state.step)
-      state = fresh if state is None else state
-      loop.train(
-        parts,
-        state,
-        steps=steps,
-        frozen={'reference': warm_start.random_params(parts.base, 1)},
-        writers=writers,
-        checkpoints=checkpoints,
-        clock=self.clock,
-        stop=lambda: until is not None and state.step >= until,
-        evaluate=lambda run: None,
-      )
-      writers.close()
-      return state
-
-
-@pytest.fixture
-def machine(verifier, tmp_path):
-  clock = Clock()
-
-  def make(folder='run', **changes):
-    return Machine(build(shrink(base.get_config(), **changes), verifier), tmp_path / folder, clock)
-
-  yield make
-  clock.close()
-
-
-def lines(folder):
-  """Lines of metrics.jsonl without what a clock says."""
-  found = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
-  return [{name: x for name, x in line.items() if not name.startswith(TIMES)} for line in found]
 
 
 @pytest.mark.parametrize('changes', [{}, HARD], ids=['baseline', 'everything'])
@@ -143,7 +86,9 @@ def test_nothing_is_traced_after_the_second_step_and_fetches_are_counted(machine
 def test_learning_rate_zero_stays_flat(machine):
   run = machine(optimizer__learning_rate=0.0).go(4)
   fresh = warm_start.random_params(machine().parts.base, 0)
-  jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, run.state.params['policy']), jax.tree.map(np.array, fresh))
+  jax.tree.map(
+    np.testing.assert_array_equal, jax.tree.map(np.array, run.state.params['policy']), jax.tree.map(np.array, fresh)
+  )
 
 
 def test_lag_is_the_number_of_versions_between_sampling_and_training(machine):

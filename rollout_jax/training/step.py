@@ -155,7 +155,7 @@ def make_train_step(
   def _apply(
     state: TrainState, loss: Array, gradient: PyTree, any_kept: Array, report: Report
   ) -> tuple[TrainState, Report]:
-    norm = optax.global_norm(gradient)
+    norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     apply = any_kept & finite
     safe = jax.tree.map(lambda g: jnp.where(finite, g, 0), gradient)
