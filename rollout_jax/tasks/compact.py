@@ -1,0 +1,189 @@
+"""Problems of reasoning-gym in few characters, for a character model that starts from nothing.
+
+gcd and countdown are the problems of the datasets of that name, product those of `products` with a one-digit factor; the
+wording is gone and each has a worked demonstration:
+
+  gcd 31 76>     31%76=31;76%31=14;31%14=3;14%3=2;3%2=1;2%1=0#1     Euclid; lengths vary with difficulty
+  8 19 18:9>     8+19-18                                            countdown; many right answers, all accepted
+  32*4=          120+8#128
+
+What counts as one problem: for gcd and product the pair in either order, for countdown the numbers in any order with the
+target. A hash of that puts an eighth of all problems on the held-out side, the same eighth for every seed. Train prompts
+are drawn one by one and may repeat; held-out prompts are distinct problems, drawn once, when the task is built.
+"""
+
+import math
+import random
+import re
+import string
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rollout_jax.tasks.base import HELDOUT, TRAIN, Prompt, Task, check_range, side
+from rollout_jax.types import ConfigError, Outcome, Verdict
+
+# 62 characters: with padding and the end token a vocabulary of 64, shared by the compact tasks and so by their policies.
+ALPHABET = string.ascii_lowercase + string.digits + '\n !#%&()*+,-./:;<=>?[]^{|}'
+SHARE = 1 / 8
+TRIES = 10_000  # draws for one prompt, after which its side counts as used up
+LONGEST = 200  # characters of an expression that are looked at
+
+_EXPRESSION = re.compile(r'[1-9][0-9]*(?:[+*-][1-9][0-9]*)*')
+_RESULT = re.compile(r'[0-9]{1,12}')
+
+Draw = Callable[[random.Random], tuple[str, Prompt]]
+
+
+def gcd(*, max_number: int = 99, size: int = 65536, heldout: int = 512, seed: int = 0) -> Task:
+  """Greatest common divisor of two numbers from 1 to `max_number`; the answer stands after the last #."""
+  check_range('gcd.max_number', max_number, 5, 999)
+
+  def draw(rng: random.Random) -> tuple[str, Prompt]:
+    a, b = rng.randint(1, max_number), rng.randint(1, max_number)
+    result = str(math.gcd(a, b))
+    return f'{min(a, b)} {max(a, b)}', Prompt(f'gcd {a} {b}>', result, f'{_euclid(a, b)}#{result}')
+
+  longest = len(f'gcd {max_number} {max_number}>'), _longest_euclid(max_number)
+  return _task('gcd', draw, _verify_result, longest, size, heldout, seed)
+
+
+def product(*, max_number: int = 99, size: int = 65536, heldout: int = 64, seed: int = 0) -> Task:
+  """A number from 2 to `max_number` times a digit from 2 to 9; the answer stands after the last #."""
+  check_range('product.max_number', max_number, 9, 99999)
+
+  def draw(rng: random.Random) -> tuple[str, Prompt]:
+    a, b = rng.randint(2, max_number), rng.randint(2, 9)
+    return f'{min(a, b)} {max(a, b)}', Prompt(f'{a}*{b}=', str(a * b), _by_parts(a, b))
+
+  longest = len(f'{max_number}*9='), len(_by_parts(max_number, 9))
+  return _task('product', draw, _verify_result, longest, size, heldout, seed)
+
+
+def countdown(
+  *,
+  numbers: int = 3,
+  max_number: int = 20,
+  max_target: int = 99,
+  size: int = 65536,
+  heldout: int = 512,
+  seed: int = 0,
+) -> Task:
+  """An expression with + - * that uses each of the numbers exactly once and equals the target, 1 to `max_target`."""
+  check_range('countdown.numbers', numbers, 2, 6)
+  check_range('countdown.max_number', max_number, 5, 999)
+  check_range('countdown.max_target', max_target, 5, 9999)
+
+  def draw(rng: random.Random) -> tuple[str, Prompt]:
+    target = 0
+    while not 1 <= target <= max_target:
+      used = [rng.randint(1, max_number) for _ in range(numbers)]
+      signs = rng.choices('+-*', k=numbers - 1)
+      target = _value(used, signs)
+    expression = str(used[0]) + ''.join(f'{sign}{x}' for sign, x in zip(signs, used[1:], strict=True))
+    shown = ' '.join(map(str, rng.sample(used, numbers)))
+    key = f'{sorted(used)}={target}'
+    return key, Prompt(f'{shown}:{target}>', expression, expression, (sorted(used), target))
+
+  digits = len(str(max_number))
+  longest = numbers * (digits + 1) + len(str(max_target)) + 1, numbers * (digits + 1) - 1
+  return _task('countdown', draw, _verify_expression, longest, size, heldout, seed)
+
+
+def _task(
+  name: str,
+  draw: Draw,
+  verify: Callable[[Prompt, str], Verdict],
+  longest: tuple[int, int],
+  size: int,
+  heldout: int,
+  seed: int,
+) -> Task:
+  check_range(f'{name}.size', size, 1, 2**31 - 1)
+  check_range(f'{name}.heldout', heldout, 1, 2**20)
+  rng = random.Random(f'{seed} {HELDOUT}')
+  distinct: dict[str, Prompt] = {}
+  for _ in range(heldout):
+    drawn = _first(draw, rng, HELDOUT, distinct)
+    if drawn is None:
+      raise ConfigError(
+        f'{name} has only about {len(distinct)} held-out problems at this difficulty, but {name}.heldout is {heldout}. '
+        f'Lower {name}.heldout or raise {name}.max_number.'
+      )
+    distinct[drawn[0]] = drawn[1]
+  fixed = tuple(distinct.values())
+
+  def prompt(split: str, index: int) -> Prompt:
+    if split == HELDOUT:
+      return fixed[index]
+    drawn = _first(draw, random.Random(f'{seed} {TRAIN} {index}'), TRAIN, ())
+    assert drawn is not None, f'{name}: no problem is on the train side'
+    return drawn[1]
+
+  return Task(size, heldout, prompt, verify, ALPHABET, *longest)
+
+
+def _first(draw: Draw, rng: random.Random, split: str, taken) -> tuple[str, Prompt] | None:
+  """The first problem drawn that is on this side and not taken; None if there hardly is one."""
+  for _ in range(TRIES):
+    key, prompt = draw(rng)
+    if side(key, SHARE) == split and key not in taken:
+      return key, prompt
+  return None
+
+
+def _verify_result(prompt: Prompt, text: str) -> Verdict:
+  """What stands after the last # is compared as written; FORMAT if that is not a number."""
+  result = text.rpartition('#')[2] if '#' in text else ''
+  if not _RESULT.fullmatch(result):
+    return Verdict(Outcome.FORMAT)
+  return Verdict(Outcome.CORRECT if result == prompt.answer else Outcome.WRONG)
+
+
+def _verify_expression(prompt: Prompt, text: str) -> Verdict:
+  """The whole text must be numbers joined by + - *, nothing else: no spaces, signs, brackets or leading zeros."""
+  if len(text) > LONGEST or not _EXPRESSION.fullmatch(text):
+    return Verdict(Outcome.FORMAT)
+  numbers, target = prompt.problem
+  used = [int(x) for x in re.findall('[0-9]+', text)]
+  right = sorted(used) == numbers and _value(used, re.findall('[+*-]', text)) == target
+  return Verdict(Outcome.CORRECT if right else Outcome.WRONG)
+
+
+def _value(numbers: Sequence[int], signs: Sequence[str]) -> int:
+  """The value of numbers joined by + - *, by our own arithmetic: a policy's text is never evaluated as code."""
+  total, term = 0, numbers[0]
+  for sign, x in zip(signs, numbers[1:], strict=True):
+    if sign == '*':
+      term *= x
+    else:
+      total, term = total + term, x if sign == '+' else -x
+  return total + term
+
+
+def _euclid(a: int, b: int) -> str:
+  steps = []
+  while b:
+    steps.append(f'{a}%{b}={a % b}')
+    a, b = b, a % b
+  return ';'.join(steps)
+
+
+def _by_parts(a: int, b: int) -> str:
+  tens, ones = divmod(a, 10)
+  return f'{tens * 10 * b}+{ones * b}#{a * b}'
+
+
+def _longest_euclid(max_number: int) -> int:
+  """Characters of the longest demonstration of gcd, over all pairs of numbers at once."""
+  a, b = np.meshgrid(np.arange(1, max_number + 1), np.arange(1, max_number + 1))
+  length = np.zeros_like(a)
+  while b.any():
+    rest = a % np.maximum(b, 1)
+    length += np.where(b > 0, _digits(a) + _digits(b) + _digits(rest) + 3, 0)
+    a, b = np.where(b > 0, b, a), np.where(b > 0, rest, 0)
+  return int((length + _digits(a)).max())
+
+
+def _digits(x: np.ndarray) -> np.ndarray:
+  return 1 + (x >= 10) + (x >= 100)
