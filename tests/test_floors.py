@@ -12,7 +12,7 @@ FLOORS = (
   {'models', 'transforms', 'curricula', 'losses', 'schedulers', 'tasks'},
   {'decoding', 'training'},
   {'rollout'},
-  {'evaluate'},
+  {'evaluate', 'report'},
   {'build'},
   {'loop', 'warm_start'},
   {'run'},
