@@ -9,6 +9,9 @@ import time
 
 import pytest
 
+from rollout_jax import tasks
+from rollout_jax.resolve import bind, resolve
+from rollout_jax.rollout import verify
 from rollout_jax.rollout.verify import LOST, WINDOW, Verifier, VerifierBudgetError, VerifierError
 from rollout_jax.tasks.base import Prompt, Task
 from rollout_jax.types import ConfigError, Outcome, Verdict
@@ -77,6 +80,10 @@ def unbuildable() -> Task:
 
 def dies_at_start() -> Task:
   os._exit(5)
+
+
+def hangs_at_start() -> Task:
+  time.sleep(600)
 
 
 @pytest.fixture(scope='module')
@@ -246,6 +253,22 @@ def test_workers_that_die_again_and_again_end_the_wait_and_name_the_pending_rows
       fresh.wait(['anna'])
 
 
+def test_a_worker_that_hangs_at_its_start_ends_the_wait_and_names_the_pending_rows(monkeypatch):
+  monkeypatch.setattr(verify, 'START_S', 0.5)
+  with Verifier(f'{__name__}.hangs_at_start', {}, workers=1, limit_s=LIMIT_S, error_budget=0.5) as fresh:
+    fresh.submit('anna', 'train', 0, 'right')
+    with pytest.raises(VerifierError, match='the last one did nothing for 0.5 s. 1 rows are waiting: anna'):
+      fresh.wait(['anna'])
+
+
+def test_rows_given_to_a_worker_that_never_reads_them_are_given_to_another(monkeypatch):
+  with Verifier(TASK, {}, workers=1, limit_s=LIMIT_S, error_budget=0.5) as fresh:
+    _judge(fresh, ['right'])
+    os.kill(fresh._workers[0].process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(verify, 'START_S', 3.0)
+    assert [v.outcome for v in _judge(fresh, ['right', 'wrong'])] == [Outcome.CORRECT, Outcome.WRONG]
+
+
 @pytest.mark.parametrize(
   ('wrong', 'message'),
   [({'workers': 0}, 'at least 1'), ({'limit_s': 0.0}, 'positive'), ({'error_budget': 1.5}, 'from 0 to 1')],
@@ -269,6 +292,9 @@ def test_closing_ends_a_hung_worker_at_once():
 
 RUN = """
 import time
+from rollout_jax import tasks
+from rollout_jax.resolve import bind, resolve
+from rollout_jax.rollout import verify
 from rollout_jax.rollout.verify import Verifier
 if __name__ == '__main__':
   verifier = Verifier('tests.test_verify.troubled', {}, workers=1, limit_s=600.0, error_budget=0.5)
@@ -297,6 +323,20 @@ def test_a_hung_worker_dies_with_a_run_that_is_killed(tmp_path):
     time.sleep(0.05)
   os.kill(pid, signal.SIGKILL)
   pytest.fail('the worker outlived its run')
+
+
+@pytest.mark.parametrize(
+  ('name', 'section'), [('countdown', {'seed': 3}), ('reasoning_gym', {'dataset': 'prime_factorization', 'size': 40})]
+)
+def test_workers_judge_the_very_problems_that_the_run_draws(name, section):
+  task = bind(resolve(name, tasks, 'task'), section, {})
+  with Verifier(name, section, workers=1, limit_s=5.0, error_budget=0.0) as fresh:
+    for i in range(40):
+      fresh.submit(i, 'train', i, task.prompt('train', i).answer)
+      fresh.submit(40 + i, 'heldout', i, task.prompt('heldout', i).answer)
+      fresh.submit(80 + i, 'train', i, 'junk')
+    outcomes = [verdict.outcome for verdict in fresh.wait(range(120)).values()]
+  assert outcomes == [Outcome.CORRECT] * 80 + [Outcome.FORMAT] * 40
 
 
 def test_workers_never_initialise_a_device():

@@ -121,6 +121,7 @@ class Verifier:
       _stop(each)
       each.pipe.close()
     self._workers = []
+    self._pending.clear()
 
   def __enter__(self) -> Self:
     return self
