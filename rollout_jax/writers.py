@@ -31,6 +31,7 @@ from tqdm import tqdm
 from rollout_jax.types import ConfigError
 
 Path = str | os.PathLike[str]
+SECONDS_BETWEEN_LINES = 20
 
 
 class WriteError(RuntimeError):
@@ -95,23 +96,28 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(name: str, total: int) -> Iterator[Callable[[int], Any]]:
-  """A progress bar with the time left for a long phase; yields advance(n). Without a terminal: a line at each end."""
-  start, shown = time.monotonic(), jax.process_index() == 0
-  bar = _bar(name, total, 0)
-  if shown and bar.disable:
-    say(f'{name}: {total}')
+  """A progress bar with the time left for a long phase; yields advance(n). Without a terminal: a line now and then."""
+  began = told = time.monotonic()
+  done, bar = 0, _bar(name, total, 0)
+
+  def advance(n: int) -> None:
+    nonlocal done, told
+    done, now = done + n, time.monotonic()
+    bar.update(n)
+    if bar.disable and now - told > SECONDS_BETWEEN_LINES:
+      told = now
+      say(f'{name}: {done}/{total}, {(now - began) / max(done, 1) * (total - done):.0f} s left')
+
   try:
-    yield bar.update
+    yield advance
   finally:
     bar.close()
-  if shown:
-    say(f'{name}: done in {time.monotonic() - start:.1f} s')
+  say(f'{name}: {done}/{total} in {time.monotonic() - began:.1f} s')
 
 
 def write_json(path: Path, value: Any) -> None:
   """Writes a JSON file whole, then renames it into place."""
-  path = pathlib.Path(path)
-  partial = path.with_name(f'{path.name}.partial')
+  path, partial = pathlib.Path(path), pathlib.Path(f'{path}.partial')
   text = json.dumps(plain(value), indent=2, allow_nan=False) + '\n'
   with _explained(path):
     try:
@@ -175,8 +181,6 @@ class _Lines:
       self._file.truncate(self._end)
 
   def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-    if not records:
-      return
     data = b''.join(json.dumps(_named(record), allow_nan=False).encode() + b'\n' for record in records)
     with _explained(self._path):
       try:
@@ -206,18 +210,14 @@ class _Board:
       self._events.write_event(Event(wall_time=time.time(), step=max(resume_step + 1, 0), session_log=start))
 
   def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-    scalars = [
-      Summary.Value(tag=name, simple_value=float(value))
-      for name, value in metrics.items()
-      if isinstance(value, int | float | np.number)
-    ]
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float | np.number)}
+    scalars = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
     with _explained(self._folder):
       self._events.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
       self._events.flush()
 
   def close(self) -> None:
-    with _explained(self._folder):
-      self._events.close()
+    self._events.close()
 
 
 def _named(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,11 +234,11 @@ def _kept(path: pathlib.Path, resume_step: int) -> int:
       try:
         step = json.loads(line)['step']
       except (ValueError, KeyError, TypeError) as error:
-        if file.read(1):
-          raise ConfigError(
-            f'{path} line {number} is not a line that this program wrote. Restore the file, or choose another workdir.'
-          ) from error
-        break
+        if not file.read(1):
+          break
+        raise ConfigError(
+          f'{path} line {number} is not of this program. Restore the file or choose another workdir.'
+        ) from error
       if step > resume_step or not line.endswith(b'\n'):
         break
       end += len(line)

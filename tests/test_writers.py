@@ -149,8 +149,19 @@ def test_without_a_terminal_there_are_lines_and_no_bar(tmp_path, capsys):
     advance(3)
   out, err = capsys.readouterr()
   assert [line.split('  ')[0] for line in out.splitlines()[:2]] == ['step 1/9', 'step 2/9']
-  assert out.splitlines()[2] == 'evaluating: 3' and out.splitlines()[3].startswith('evaluating: done in 0.')
+  assert out.splitlines()[2].startswith('evaluating: 3/3 in 0.')
   assert err == ''
+
+
+def test_without_a_terminal_a_long_phase_says_how_much_time_is_left(capsys, monkeypatch):
+  monkeypatch.setattr('rollout_jax.writers.SECONDS_BETWEEN_LINES', 0)
+  with progress('evaluating', 4) as advance:
+    advance(1)
+    advance(2)
+  assert [line.split(',')[0] for line in capsys.readouterr().out.splitlines()[:2]] == [
+    'evaluating: 1/4',
+    'evaluating: 3/4',
+  ]
 
 
 def test_on_a_terminal_a_bar_with_the_time_left_stays_below_the_lines(tmp_path):
