@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 from rollout_jax.types import ConfigError
 
-Path = str | os.PathLike[str]
 SECONDS_BETWEEN_LINES = 20
 
 
@@ -45,9 +44,10 @@ class Writers:
   or '{time/tokens_per_second:k} tok/s' (k: 1900 as 1.9k). A part whose metrics are absent at a step is left out.
   """
 
-  def __init__(self, workdir: Path, *, steps: int, shown: Sequence[str], resume_step: int = -1) -> None:
-    self._writes = jax.process_index() == 0
-    self._steps, self._shown = steps, tuple(shown)
+  def __init__(
+    self, workdir: str | os.PathLike[str], *, steps: int, shown: Sequence[str], resume_step: int = -1
+  ) -> None:
+    self._writes, self._steps, self._shown = jax.process_index() == 0, steps, tuple(shown)
     if not self._writes:
       return
     self._workdir = pathlib.Path(workdir)
@@ -115,7 +115,7 @@ def progress(name: str, total: int) -> Iterator[Callable[[int], Any]]:
   say(f'{name}: {done}/{total} in {time.monotonic() - began:.1f} s')
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
   """Writes a JSON file whole, then renames it into place."""
   path, partial = pathlib.Path(path), pathlib.Path(f'{path}.partial')
   text = json.dumps(plain(value), indent=2, allow_nan=False) + '\n'
