@@ -34,30 +34,8 @@ COMPACT = {
   'product wide': {'max_number': 9999, 'heldout': 512},
 }
 
-# Datasets of reasoning-gym of which one problem takes long to draw (acre, arc_agi, figlet_font: the first, they load much).
-SLOW = (
-  'acre',
-  'advanced_geometry',
-  'arc_agi',
-  'countdown',
-  'figlet_font',
-  'futoshiki',
-  'game_of_life',
-  'intermediate_integration',
-  'knight_swap',
-  'polynomial_equations',
-  'polynomial_multiplication',
-  'puzzle24',
-  'quantum_lock',
-  'rearc',
-  'rubiks_cube',
-  'simple_integration',
-  'sokoban',
-  'sudoku',
-  'word_ladder',
-  'zebra_puzzles',
-)
-
+# Datasets of reasoning-gym that load much (arc_agi, figlet_font) or search long for one problem (the others).
+SLOW = ('arc_agi', 'figlet_font', 'futoshiki', 'intermediate_integration', 'puzzle24', 'quantum_lock', 'zebra_puzzles')
 
 ROOM = {'size': 20, 'heldout': 8, 'longest_prompt': 16384, 'longest_answer': 4096}
 
@@ -278,7 +256,7 @@ def test_every_dataset_of_reasoning_gym_is_offered_or_refused_for_a_reason():
 @pytest.mark.parametrize('name', QUICK)
 def test_a_dataset_gives_disjoint_prompts_and_accepts_its_own_answers(name):
   task = _gym(name)
-  train, heldout = [task.prompt(TRAIN, i) for i in range(6)], [task.prompt(HELDOUT, i) for i in range(3)]
+  train, heldout = [task.prompt(TRAIN, i) for i in range(4)], [task.prompt(HELDOUT, i) for i in range(2)]
   assert not {p.text for p in train} & {p.text for p in heldout}
   for prompt in (*train, *heldout):
     assert len(byte().encode(prompt.text)) <= task.prompt_length
