@@ -44,9 +44,7 @@ class Writers:
   or '{time/tokens_per_second:k} tok/s' (k: 1900 as 1.9k). A part whose metrics are absent at a step is left out.
   """
 
-  def __init__(
-    self, workdir: str | os.PathLike[str], *, steps: int, shown: Sequence[str], resume_step: int = -1
-  ) -> None:
+  def __init__(self, workdir: str | pathlib.Path, *, steps: int, shown: Sequence[str], resume_step: int = -1) -> None:
     self._writes, self._steps, self._shown = jax.process_index() == 0, steps, tuple(shown)
     if not self._writes:
       return
@@ -115,7 +113,7 @@ def progress(name: str, total: int) -> Iterator[Callable[[int], Any]]:
   say(f'{name}: {done}/{total} in {time.monotonic() - began:.1f} s')
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
+def write_json(path: str | pathlib.Path, value: Any) -> None:
   """Writes a JSON file whole, then renames it into place."""
   path, partial = pathlib.Path(path), pathlib.Path(f'{path}.partial')
   text = json.dumps(plain(value), indent=2, allow_nan=False) + '\n'
