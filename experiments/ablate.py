@@ -1,6 +1,7 @@
-"""Runs a config and its forks over seeds, all from one shared warm start, and prints a table of means and spreads.
+r"""Runs a config and its forks over seeds, all from one shared warm start, and prints a table of means and spreads.
 
-  python -m experiments.ablate --config=configs/evidence.py --forks=configs/pods.py,configs/dynamic.py --seeds=3 --out=runs/ablation
+  python -m experiments.ablate --config=configs/evidence.py --forks=configs/pods.py,configs/dynamic.py \
+    --seeds=3 --out=runs/ablation
 
 Runs go one after another. The same command goes on where it was cut: what is finished is not run again. Each fork should
 start from the same task and model as the config, since the warm start is the config's.

@@ -48,29 +48,36 @@ def config_and_workdir() -> tuple[ConfigDict, str]:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-  """Flags from the command line; a field that does not exist is explained before anything else happens."""
+  """Flags from the command line; what does not exist is explained before anything else happens."""
+  path = _config_path(argv)
+  if path and not pathlib.Path(path).is_file():
+    there = sorted(str(p) for p in pathlib.Path('configs').glob('*.py') if p.stem != '__init__')
+    sys.exit(_complain(f'--config: there is no file {path}. {nearest(path, there)}'))
   try:
     return flags.FLAGS(argv)
-  except flags.Error as error:
-    sys.exit(_complain(_explain(argv, error)))
-  except (AttributeError, KeyError, FileNotFoundError, TypeError, ValueError) as error:
+  except Exception as error:  # a config file is the user's code: anything can come out of it
     sys.exit(_complain(_explain(argv, error)))
 
 
 def _explain(argv: Sequence[str], error: Exception) -> str:
-  files = [a.partition('=')[2] for a in argv if a.startswith('--config=')]
-  path = files[-1].partition(':')[0] if files else ''
-  if path and not pathlib.Path(path).is_file():
-    there = sorted(str(p) for p in pathlib.Path('configs').glob('*.py') if p.stem != '__init__')
-    return f'--config: there is no file {path}. {nearest(path, there)}'
-  asked = [a[len('--config.') :].partition('=') for a in argv if a.startswith('--config.')]
+  path = _config_path(argv)
   fields = _fields(path) if path else {}
-  for name, _, value in asked:
+  for argument in argv:
+    name, _, value = argument.removeprefix('--config.').partition('=')
+    if not argument.startswith('--config.'):
+      continue
     if name not in fields:
       return f'--config.{name}: there is no such field. {nearest(name, fields)}'
     if type(fields[name]).__name__ in str(error) or repr(value) in str(error):
       return f'--config.{name}={value}: wanted a {type(fields[name]).__name__} such as {fields[name]!r}.'
   return str(error) or repr(error)
+
+
+def _config_path(argv: Sequence[str]) -> str:
+  """The file that --config names, without the part behind a colon; '' if there is none."""
+  values = [a.partition('=')[2] for a in argv if a.startswith('--config=')]
+  values += [after for before, after in zip(argv, argv[1:], strict=False) if before == '--config']
+  return values[-1].partition(':')[0] if values else ''
 
 
 def _fields(path: str) -> dict[str, object]:
@@ -86,10 +93,10 @@ def _fields(path: str) -> dict[str, object]:
 def _expected() -> tuple[type[Exception], ...]:
   from rollout_jax.ledger import LedgerError
   from rollout_jax.loop import DivergedError
-  from rollout_jax.rollout.verify import VerifierBudgetError
+  from rollout_jax.rollout.verify import VerifierError
   from rollout_jax.writers import WriteError
 
-  return (WriteError, VerifierBudgetError, DivergedError, LedgerError)
+  return (WriteError, VerifierError, DivergedError, LedgerError)
 
 
 def _complain(message: str) -> int:

@@ -145,7 +145,7 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
   shards = math.prod(base.mesh.shape[axis] for axis in ('data', 'fsdp'))
   step = math.lcm(shards, config.minibatches)
   capacity = -(-scheduler.capacity // step) * step
-  _check_sizes(config, shards)
+  _check_sizes(config, base.task, shards)
   chains.check(members, loss, (capacity, rollout.group, base.length))
 
   sampling = distribution(**config.distribution)
@@ -242,8 +242,22 @@ def _section(config: ConfigDict, name: str) -> Mapping[str, Any]:
   return {} if section is None else section.to_dict()
 
 
-def _check_sizes(config: ConfigDict, shards: int) -> None:
+def _check_sizes(config: ConfigDict, task: Task, shards: int) -> None:
   r = config.rollout
+  if task.prompt_length > r.prompt_length:
+    raise ConfigError(
+      f'rollout.prompt_length is {r.prompt_length}, but prompts of task {config.task} have up to {task.prompt_length} tokens: '
+      f'raise it to {task.prompt_length}, or make the problems smaller.'
+    )
+  if config.sft.steps and task.answer_length + 1 > r.answer_length:
+    raise ConfigError(
+      f'rollout.answer_length is {r.answer_length}, but demonstrations of task {config.task} have up to '
+      f'{task.answer_length + 1} tokens with the end token: raise it to {task.answer_length + 1}.'
+    )
+  if config.evaluation.problems > task.heldout:
+    raise ConfigError(
+      f'evaluation.problems is {config.evaluation.problems}, but task {config.task} holds out {task.heldout}: lower it.'
+    )
   for name, size in (('rollout.slots', r.slots), ('microbatch', config.microbatch)):
     if size % shards:
       raise ConfigError(

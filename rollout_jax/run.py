@@ -24,7 +24,7 @@ from rollout_jax.build import Base, Parts, build, build_sft, build_verifier, ing
 from rollout_jax.clock import Clock
 from rollout_jax.evaluate import evaluate, summarise
 from rollout_jax.training.checkpoint import Checkpointer
-from rollout_jax.types import ConfigError, PyTree
+from rollout_jax.types import ConfigError, PyTree, Stopped
 from rollout_jax.writers import Writers, plain, progress, say, write_json
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'reasoning-gym')
@@ -61,6 +61,7 @@ def run(config: ConfigDict, workdir: str) -> Mapping[str, Any] | None:
       Checkpointer(folder / 'checkpoints', keep=config.checkpoint.keep) as checkpoints,
     ):
       return _run(config, folder, parts, checkpoints, clock, stop)
+  return None
 
 
 def _run(
@@ -70,9 +71,9 @@ def _run(
   checkpoints: Checkpointer,
   clock: Clock,
   stop: Callable[[], bool],
-) -> Mapping[str, Any] | None:
+) -> Mapping[str, Any]:
   began = time.perf_counter()
-  params = initial(config, parts.base, folder)
+  params = initial(config, parts.base, folder, stop)
   frozen = {'reference': loop.copy(params)} if parts.reference else {}
   fresh = loop.start(parts, params)
   state = loop.restore(parts, fresh, checkpoints)
@@ -103,8 +104,7 @@ def _run(
         evaluate=score,
       )
     if state.step < config.steps:
-      say(f'stopped at step {state.step} of {config.steps} and saved; the same command goes on from there')
-      return None
+      raise Stopped(f'stopped at step {state.step} of {config.steps}')
     if state.curve[-1]['step'] != state.step:
       score(state)
     summary = _summary(state, warm_seconds, time.perf_counter() - began)
@@ -114,29 +114,33 @@ def _run(
   return summary
 
 
-def fine_tune(config: ConfigDict, workdir: str) -> Mapping[str, Any]:
-  """Supervised fine-tuning alone, in `workdir`, with held-out accuracy before and after; a warm start for many runs."""
+def fine_tune(config: ConfigDict, workdir: str) -> Mapping[str, Any] | None:
+  """Supervised fine-tuning alone, in `workdir`, with held-out accuracy before and after; a warm start for many runs.
+
+  None if it was asked to stop before the end.
+  """
   folder = pathlib.Path(workdir)
-  with build_verifier(config) as verifier:
+  with build_verifier(config) as verifier, _stop_signals() as stop:
     parts = build(config, verifier)
     tx, plan = build_sft(config)
     if not plan.steps:
       raise ConfigError('sft.steps is 0: there is nothing to do. Give --config.sft.steps=N.')
     with jax.set_mesh(parts.base.mesh):
       began = time.perf_counter()
-      params = initial(config, parts.base, None)
+      params = initial(config, parts.base, None, stop)
       before = _scores(config, parts, params, 0)
-      params = warm_start.fine_tune(parts.base, tx, plan, params, folder, ingredients(config))
+      params = warm_start.fine_tune(parts.base, tx, plan, params, folder, ingredients(config), stop)
       seconds = time.perf_counter() - began
       after = _scores(config, parts, params, plan.steps)
-  summary = {
-    'accuracy': {'before': before['greedy'], 'after': after['greedy']},
-    'steps': plan.steps,
-    'scores': {'before': before, 'after': after},
-    'minutes': {'total': seconds / 60},
-  }
-  write_json(folder / 'summary.json', summary)
-  return summary
+    summary = {
+      'accuracy': {'before': before['greedy'], 'after': after['greedy']},
+      'steps': plan.steps,
+      'scores': {'before': before, 'after': after},
+      'minutes': {'total': seconds / 60},
+    }
+    write_json(folder / 'summary.json', summary)
+    return summary
+  return None
 
 
 def evaluate_folder(config: ConfigDict, workdir: str) -> Mapping[str, float]:
@@ -156,7 +160,7 @@ def evaluate_folder(config: ConfigDict, workdir: str) -> Mapping[str, float]:
       return _scores(config, parts, params, step)
 
 
-def initial(config: ConfigDict, base: Base, folder: pathlib.Path | None) -> PyTree:
+def initial(config: ConfigDict, base: Base, folder: pathlib.Path | None, stop: Callable[[], bool]) -> PyTree:
   """The parameters to start from: a given warm start, one of the run's own in `folder`, or random ones."""
   if config.warm_start:
     given = pathlib.Path(config.warm_start)
@@ -171,7 +175,7 @@ def initial(config: ConfigDict, base: Base, folder: pathlib.Path | None) -> PyTr
   if folder is None or not config.sft.steps:
     return params
   tx, plan = build_sft(config)
-  return warm_start.fine_tune(base, tx, plan, params, folder / 'warm_start', ingredients(config))
+  return warm_start.fine_tune(base, tx, plan, params, folder / 'warm_start', ingredients(config), stop)
 
 
 def _evaluated(config: ConfigDict, parts: Parts, run: loop.Run) -> dict[str, float]:
@@ -240,7 +244,10 @@ def _commit() -> str:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
-  """Whether SIGTERM or Ctrl-C came: the loop then ends after its step. A second Ctrl-C interrupts at once."""
+  """Whether SIGTERM or Ctrl-C came. The loops then save after their step and raise Stopped, which ends here.
+
+  A second Ctrl-C interrupts at once.
+  """
   asked = []
 
   def handle(number: int, frame: Any) -> None:
@@ -252,6 +259,8 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
   before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
   try:
     yield lambda: bool(asked)
+  except Stopped as stopped:
+    say(f'{stopped} and saved; the same command goes on from there')
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)

@@ -14,7 +14,7 @@ device, a frozen dataclass lives on the host, and a `NamedTuple` is a bundle of 
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -122,7 +122,7 @@ class RolloutBatch:
   keep_PGT: Array  # float32 0/1, is in the loss; as collected: exists and decoded and judged
   correction_PGT: Array  # float32, positive weight
   # Filled on the way; None until the one writer has written.
-  original_PG: Array | None = None  # float32, tokens in the loss before the first filter
+  original_PG: Array | None = None  # float32, tokens in the loss before the first filter; rows that a selector removed stay
   proximal_logp_PGT: Array | None = None
   reference_logp_PGT: Array | None = None
   value_PGT: Array | None = None
@@ -171,7 +171,8 @@ class Spec:
   phase: Phase
   reads: frozenset[str] = frozenset()
   writes: frozenset[str] = frozenset()
-  forbids: frozenset[str] = frozenset()  # names of members that cannot stand in the same chain
+  # Members that cannot stand in the same chain, each with the reason in one sentence.
+  forbids: Mapping[str, str] = dataclasses.field(default_factory=dict)
   group_size: Callable[[int], int] = lambda group: group  # G before -> G after; raises ValueError if G cannot work
   correctness: Correctness = Correctness.EXACT
 
@@ -272,3 +273,7 @@ class Group:
 
 class ConfigError(ValueError):
   """Bad input from the user. The message says what was wanted, what came and what to change."""
+
+
+class Stopped(Exception):
+  """The user asked to stop; everything is saved."""

@@ -8,7 +8,7 @@ import functools
 import json
 import pathlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,8 +23,8 @@ from rollout_jax.resolve import flatten_diff
 from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.training.sft import Plan, make_sft_step
 from rollout_jax.training.state import TrainState, init_state, state_shardings
-from rollout_jax.types import ConfigError, PyTree
-from rollout_jax.writers import progress, say, write_json
+from rollout_jax.types import ConfigError, PyTree, Stopped
+from rollout_jax.writers import make_folder, progress, say, write_json
 
 EVERY = 100  # updates between two checkpoints
 
@@ -36,6 +36,7 @@ def fine_tune(
   params: PyTree,
   folder: pathlib.Path,
   made_of: Mapping[str, Any],
+  stop: Callable[[], bool],
 ) -> PyTree:
   """The parameters after `plan`, from `params`; also left in `folder`/params. Goes on where an earlier call was cut.
 
@@ -54,7 +55,7 @@ def fine_tune(
     first = 0
     if found is not None:
       first, state = found[0], found[1]['state']
-    state = _updates(base, step_function, plan, state, first, checkpoints)
+    state = _updates(base, step_function, plan, state, first, checkpoints, stop)
     params = state.params['policy']
   with Checkpointer(folder / 'params', keep=1) as result:
     result.save(plan.steps, {'policy': params}, {})
@@ -62,7 +63,13 @@ def fine_tune(
 
 
 def _updates(
-  base: Base, step_function, plan: Plan, state: TrainState, first: int, checkpoints: Checkpointer
+  base: Base,
+  step_function: Callable,
+  plan: Plan,
+  state: TrainState,
+  first: int,
+  checkpoints: Checkpointer,
+  stop: Callable[[], bool],
 ) -> TrainState:
   fetcher, loss = Fetcher(), None
   where = sharding(base.mesh, ('batch', None))
@@ -72,8 +79,11 @@ def _updates(
       tokens_BT, keep_BT = jax.device_put(demonstrations(base, plan, step), where)
       state, loss = step_function(state, tokens_BT, keep_BT)
       advance(1)
-      if (step + 1) % EVERY == 0 and step + 1 < plan.steps:
+      stopped = stop()
+      if ((step + 1) % EVERY == 0 or stopped) and step + 1 < plan.steps:
         checkpoints.save(step + 1, {'state': state}, {})
+      if stopped:
+        raise Stopped(f'fine-tuning stopped at update {step + 1} of {plan.steps}')
   if loss is not None:
     say(f'fine-tuning: loss {float(fetcher("loss", loss)):.3f} per token after {plan.steps} updates')
   return state
@@ -135,11 +145,11 @@ def random_params(base: Base, seed: int) -> PyTree:
   return jax.jit(base.policy.init, out_shardings=lay)(keys.named(seed, 'init'))
 
 
-def claim(folder: pathlib.Path, made_of: Mapping[str, Any], what: str = 'config.json') -> None:
+def claim(folder: pathlib.Path, made_of: Mapping[str, Any]) -> None:
   """Writes what a folder is made of, or raises ConfigError with the difference if it was made of something else."""
-  path = folder / what
+  path = folder / 'config.json'
   if not path.exists():
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_json(path, made_of)
     return
   difference = flatten_diff(json.loads(path.read_text()), dict(made_of))

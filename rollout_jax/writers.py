@@ -49,8 +49,7 @@ class Writers:
     if not self._writes:
       return
     self._workdir = pathlib.Path(workdir)
-    with _explained(self._workdir):
-      self._workdir.mkdir(parents=True, exist_ok=True)
+    make_folder(self._workdir)
     self._metrics = _Lines(self._workdir / 'metrics.jsonl', resume_step)
     self._rollouts = _Lines(self._workdir / 'rollouts.jsonl', resume_step)
     self._board = _Board(self._workdir / 'tensorboard', resume_step)
@@ -111,6 +110,12 @@ def progress(name: str, total: int) -> Iterator[Callable[[int], Any]]:
   finally:
     bar.close()
   say(f'{name}: {done}/{total} in {time.monotonic() - began:.1f} s')
+
+
+def make_folder(path: str | os.PathLike[str]) -> None:
+  """Makes a folder and those above it."""
+  with _explained(pathlib.Path(path)):
+    pathlib.Path(path).mkdir(parents=True, exist_ok=True)
 
 
 def write_json(path: str | pathlib.Path, value: Any) -> None:
