@@ -84,7 +84,9 @@ def test_nothing_is_traced_after_the_second_step_and_fetches_are_counted(machine
 
 
 def test_learning_rate_zero_stays_flat(machine):
-  run = machine(optimizer__learning_rate=0.0).go(4)
+  runner = machine(optimizer__learning_rate=0.0)
+  run = runner.go(4)
+  assert all(line['gap/mean'] < 1e-5 and line['gap/above_0.001'] == 0 for line in lines(runner.folder))
   fresh = warm_start.random_params(machine().parts.base, 0)
   jax.tree.map(
     np.testing.assert_array_equal, jax.tree.map(np.array, run.state.params['policy']), jax.tree.map(np.array, fresh)
