@@ -8,7 +8,7 @@ wording is gone and each has a worked demonstration:
   32*4=          120+8#128
 
 What counts as one problem: for gcd and product the pair in either order, for countdown the numbers in any order with the
-target. A hash of that puts an eighth of all problems on the held-out side, the same eighth for every seed. Train prompts
+target. A hash of that puts a quarter of all problems on the held-out side, the same quarter for every seed. Train prompts
 are drawn one by one and may repeat; held-out prompts are distinct problems, drawn once, when the task is built.
 """
 
@@ -25,7 +25,7 @@ from rollout_jax.types import ConfigError, Outcome, Verdict
 
 # 62 characters: with padding and the end token a vocabulary of 64, shared by the compact tasks and so by their policies.
 ALPHABET = string.ascii_lowercase + string.digits + '\n !#%&()*+,-./:;<=>?[]^{|}'
-SHARE = 1 / 8
+SHARE = 1 / 4
 TRIES = 10_000  # draws for one prompt, after which its side counts as used up
 LONGEST = 200  # characters of an expression that are looked at
 
@@ -36,11 +36,16 @@ Draw = Callable[[random.Random], tuple[str, Prompt]]
 
 
 def gcd(*, max_number: int = 99, size: int = 65536, heldout: int = 512, seed: int = 0) -> Task:
-  """Greatest common divisor of two numbers from 1 to `max_number`; the answer stands after the last #."""
+  """Greatest common divisor of two numbers from 1 to `max_number`; the answer stands after the last #.
+
+  A divisor is drawn first, then two multiples of it. Of two numbers drawn freely, 61 % of the pairs have no common
+  divisor, and a policy soon learns to answer 1 without looking.
+  """
   check_range('gcd.max_number', max_number, 5, 999)
 
   def draw(rng: random.Random) -> tuple[str, Prompt]:
-    a, b = rng.randint(1, max_number), rng.randint(1, max_number)
+    divisor = rng.randint(1, max(max_number // 8, 1))
+    a, b = (divisor * rng.randint(1, max_number // divisor) for _ in range(2))
     result = str(math.gcd(a, b))
     return f'{min(a, b)} {max(a, b)}', Prompt(f'gcd {a} {b}>', result, f'{_euclid(a, b)}#{result}')
 
