@@ -30,10 +30,18 @@ from rollout_jax.training.sft import Plan
 from rollout_jax.training.state import init_state, state_shardings
 from rollout_jax.training.step import Objective, Schedule, make_train_step
 from rollout_jax.transforms import chain as chains
-from rollout_jax.types import ConfigError, Curriculum, Transform
+from rollout_jax.types import ConfigError, Correctness, Curriculum, Transform
 from rollout_jax.writers import plain
 
 METHODS = (transforms, losses, curricula, schedulers, tasks)
+# The smallest value of each number: below it a run would hang, divide by zero, or keep no checkpoint.
+LEAST = {
+  0: """seed steps rollout.lag optimizer.warmup optimizer.clip sft.steps sft.demonstrations sft.warmup evaluation.every
+  evaluation.samples verifier.delay log.rollouts""".split(),
+  1: """rollout.prompts rollout.group rollout.prompt_length rollout.answer_length rollout.slots rollout.prefill rollout.chunk
+  rollout.refill epochs minibatches microbatch optimizer.bad_updates sft.batch evaluation.problems checkpoint.every
+  checkpoint.keep""".split(),
+}
 
 
 class Base(NamedTuple):
@@ -128,6 +136,7 @@ def build_verifier(config: ConfigDict) -> Verifier:
 
 def build(config: ConfigDict, verifier: Verifier) -> Parts:
   """All parts of a run. Everything that can be refused is refused here, before anything compiles."""
+  _check_numbers(config)
   base, rollout = build_base(config), config.rollout
   facts = {
     'prompts': rollout.prompts,
@@ -264,9 +273,17 @@ def _check_sizes(config: ConfigDict, task: Task, shards: int) -> None:
         f'{name} is {size}, but rows are cut over data * fsdp = {shards} devices: make it a multiple of {shards}, '
         f'or change mesh.train {tuple(config.mesh.train)}.'
       )
-  for name, size in (('rollout.prompts', r.prompts), ('rollout.group', r.group), ('rollout.chunk', r.chunk)):
-    if size < 1:
-      raise ConfigError(f'{name} must be at least 1, but is {size}.')
+
+
+def _check_numbers(config: ConfigDict) -> None:
+  """Refuses a number below its smallest value."""
+  for low, names in LEAST.items():
+    for name in names:
+      value = config
+      for part in name.split('.'):
+        value = value[part]
+      if value < low:
+        raise ConfigError(f'{name} must be at least {low}, but is {value}.')
 
 
 def unused_changes(config: ConfigDict) -> list[str]:
@@ -283,9 +300,14 @@ def unused_changes(config: ConfigDict) -> list[str]:
 def _header(
   config: ConfigDict, members: list[Transform], scheduler: Scheduler, curriculum: Curriculum, sampling: Distribution
 ) -> Mapping[str, Any]:
-  """What the run's header says of the methods: each with its correctness class, and the class of the whole."""
+  """What the run's header says of the methods: each with its correctness class, and the weakest of them, the run's."""
   classes = {member.spec.name: member.spec.correctness.value for member in members}
   classes |= {config.scheduler: scheduler.correctness.value, config.curriculum: curriculum.correctness.value}
   if config.rollout.lag:
     classes['lag'] = 'corrected' if 'tis' in config.transforms else 'empirical'
-  return {'methods': classes, 'sampling': sampling.description, 'changed_but_unused': unused_changes(config)}
+  return {
+    'methods': classes,
+    'correctness': max(classes.values(), key=[c.value for c in Correctness].index),
+    'sampling': sampling.description,
+    'changed_but_unused': unused_changes(config),
+  }
