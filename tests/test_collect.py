@@ -1,5 +1,7 @@
 """The host loop: the same tokens whatever the slots, chunks and refills (laws 1 and 2), and verdicts of the right rows."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -117,6 +119,24 @@ def test_every_row_gets_the_verdict_of_its_own_text(desks):
 def test_dynamic_refills_until_its_bound_and_keeps_the_order_of_drawing(desks):
   result, _ = roll_out(desks(), scheduler=dynamic(PROMPTS, tiny.G, max_factor=2.0))
   assert [group.prompt for group in result.groups] == list(range(2 * PROMPTS))  # an untrained policy has no signal
+
+
+@pytest.mark.parametrize('delay', [0, 1, 3])
+def test_a_verdict_reaches_the_scheduler_exactly_delay_chunks_after_the_row_ended(desks, delay):
+  parts, scheduler, chunks, settled = desks(verifier__delay=delay), synchronous(PROMPTS, tiny.G), [], []
+
+  def generate(*arguments):
+    chunks.append(None)
+    return parts.desk.engine.generate(*arguments)
+
+  def settle(state, position, verdict):
+    settled.append(len(chunks))
+    return scheduler.settle(state, position, verdict)
+
+  desk = dataclasses.replace(parts.desk, engine=parts.desk.engine._replace(generate=generate))
+  result, told = roll_out(parts, desk, scheduler._replace(settle=settle))  # told: rows that ended, chunk by chunk
+  assert settled == [min(chunk + delay, len(told)) for chunk, rows in enumerate(told, 1) for _ in range(rows)]
+  assert result.usage.chunks == len(chunks)
 
 
 def hostile(*, heldout: int = 8):

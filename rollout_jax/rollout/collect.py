@@ -7,6 +7,7 @@ and counters. No clock and no verifier's speed takes part in one.
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -68,7 +69,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class _Seat:
-  """A row that is under way: its request, the place of its group in the round, and the chunk at which its verdict is due."""
+  """A row that is under way: its request, the place of its group in the round, and before which chunk its verdict is due."""
 
   request: Request
   position: int
@@ -101,8 +102,8 @@ def collect(
   seats: list[_Seat | None] = [None] * desk.slots
   lengths = [0] * desk.slots
   slots = desk.engine.init()
-  while True:
-    for seat in sorted((s for s in judging if s.due <= usage.chunks), key=lambda s: (s.position, s.request.rollout)):
+  for now in itertools.count():  # chunks so far, and the waits for verdicts when nothing is left to decode
+    for seat in sorted((s for s in judging if s.due <= now), key=lambda s: (s.position, s.request.rollout)):
       judging.remove(seat)
       verdicts[seat.request] = _verdict(desk, seat.request, usage)
       state = scheduler.settle(state, seat.position, verdicts[seat.request])
@@ -119,15 +120,15 @@ def collect(
     if any(seats):
       slots, ended = _advance(desk, params, version, slots, seats, bool(waiting), lengths, usage)
       usage.decode_seconds += time.perf_counter() - began
+      usage.chunks += 1
       for row, seat in ended:
         rows[seat.request] = row
         desk.verifier.submit(seat.request, split, seat.request.prompt, desk.text(row.answer_T))
-        judging.append(dataclasses.replace(seat, due=usage.chunks + desk.delay))
+        judging.append(dataclasses.replace(seat, due=now + 1 + desk.delay))
       desk.verifier.flush()
       progress(len(ended))
     elif not judging:
       raise RuntimeError(f'The scheduler neither draws nor ends the round, and no row is under way: {state}')
-    usage.chunks += 1
   usage.seconds = time.perf_counter() - start
   return state, Round(tuple(_group(p, v, group, rows, verdicts) for p, v in drawn), usage)
 
