@@ -1,4 +1,17 @@
-"""The outer loop of RL: round, batch, step, line, checkpoint. What makes a run resumable and its books balance is here."""
+"""The outer loop of RL: round, batch, step, line, checkpoint. What makes a run resumable and its books balance is here.
+
+Seconds of a step by the host's clock. None of them includes tracing or compiling, evaluation, or writing a checkpoint:
+t/rollout      a round, from drawing prompts to its last verdict
+t/decode       of this, admitting rows and decoding them, until the slots' status is known
+t/reward_wait  of this, waiting for verdicts that were due
+t/host         packing the batch and sending it to the device
+t/update       the training step, beside which the line of the step before is written
+t/step         the sum of t/rollout, t/host and t/update
+t/compile      tracing and compiling (or reading the compilation cache) during the step
+rate/decoded   decoded tokens per second of t/rollout
+total/...      sums over the run so far: decoded and trained tokens, t/step as seconds and times devices as device_seconds,
+               t/compile as compile_seconds
+"""
 
 import dataclasses
 import functools
@@ -11,7 +24,7 @@ import numpy as np
 from rollout_jax.build import Parts
 from rollout_jax.clock import Clock
 from rollout_jax.ledger import Ledger
-from rollout_jax.rollout.collect import Round, collect
+from rollout_jax.rollout.collect import Round, Usage, collect
 from rollout_jax.rollout.measure import measure
 from rollout_jax.rollout.pack import pack
 from rollout_jax.training.checkpoint import Checkpointer
@@ -101,13 +114,11 @@ def train(
   on the device; its line is on disk before the checkpoint of that step is.
   """
   pending: Pending | None = None
-  saved = run.step
-  while run.step < steps and not stop():
+  saved, stopping = run.step, stop()
+  while run.step < steps and not stopping:
     clock.lap()
     result, batch = roll_out(parts, run)
-    times = {'t/rollout': result.usage.seconds}
-    times['t/host'], times['t/compile'] = clock.lap()
-    times['t/host'] = max(times['t/host'] - times['t/rollout'], 0.0)
+    times = rollout_times(result.usage, *clock.lap())
     run.state, (report, reward_PG) = parts.train_step(run.state, frozen, batch)
     if pending is not None:
       record(parts, run, pending, writers)
@@ -117,7 +128,8 @@ def train(
     run.step += 1
     publish(parts, run)
     pending = Pending(run.step, report, reward_PG, result, times)
-    last = run.step == steps or stop()
+    stopping = stop()  # asked once a step: a signal may come between any two lines
+    last = run.step == steps or stopping
     due = parts.evaluate_every and run.step % parts.evaluate_every == 0
     if last or due or run.step % parts.checkpoint_every == 0:
       record(parts, run, pending, writers)
@@ -146,6 +158,18 @@ def roll_out(parts: Parts, run: Run) -> tuple[Round, PyTree]:
   )
   batch = pack(result.groups, capacity=parts.capacity, group=parts.group, length=parts.desk.length, pad=parts.desk.pad)
   return result, jax.device_put(batch, parts.batch_sharding)
+
+
+def rollout_times(usage: Usage, seconds: float, compiling: float) -> dict[str, float]:
+  """The times of a round that took `seconds` on the host, batch included, beside `compiling`; all compiling is the round's."""
+  rollout = max(usage.seconds - compiling, 0.0)
+  return {
+    't/rollout': rollout,
+    't/decode': max(usage.decode_seconds - compiling, 0.0),
+    't/reward_wait': usage.reward_wait_seconds,
+    't/host': max(seconds - rollout, 0.0),
+    't/compile': compiling,
+  }
 
 
 def draw(parts: Parts, run: Run, count: int) -> list[tuple[int, int]]:
@@ -181,9 +205,7 @@ def record(parts: Parts, run: Run, pending: Pending, writers: Writers) -> None:
   metrics |= {name.replace('.', '/'): value for name, value in ledger.to_dict().items()}
   metrics |= times | {
     't/step': busy + times['t/host'],
-    't/decode': usage.decode_seconds,
-    't/reward_wait': usage.reward_wait_seconds,
-    'rate/decoded': usage.decoded / max(usage.seconds, 1e-9),
+    'rate/decoded': usage.decoded / max(times['t/rollout'], 1e-9),
   }
   totals = {
     'decoded': usage.decoded,

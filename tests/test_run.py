@@ -1,6 +1,7 @@
 """Whole runs, tiny: what they leave behind, that they resume bit for bit, that nothing is traced or fetched beyond the plan."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -81,6 +82,41 @@ def test_nothing_is_traced_after_the_second_step_and_fetches_are_counted(machine
     assert fetched['report'] == 1 and fetched['prompts'] <= 1
     assert fetched['status'] <= chunks + 2 and fetched['rows'] <= fetched['status']
     assert set(fetched) == {'prompts', 'status', 'rows', 'report'}
+
+
+def test_a_signal_at_any_moment_stops_at_a_checkpoint(machine):
+  """`stop` turns true at its n-th call, so also between two lines of the loop."""
+  runner = machine(checkpoint__every=100)
+  with jax.set_mesh(runner.parts.base.mesh), Checkpointer(runner.folder / 'checkpoints', keep=1) as checkpoints:
+    for turn in (2, 3):
+      run = loop.start(runner.parts, warm_start.random_params(runner.parts.base, 0))
+      loop.train(
+        runner.parts,
+        run,
+        steps=6,
+        frozen={},
+        writers=Writers(runner.folder, steps=6, shown=SHOWN),
+        checkpoints=checkpoints,
+        clock=runner.clock,
+        stop=functools.partial(next, iter([False] * turn), True),
+        evaluate=lambda run: None,
+      )
+      assert 0 < run.step < 6 and len(lines(runner.folder)) == run.step
+      assert (runner.folder / 'checkpoints' / f'{run.step:08d}').is_dir()
+
+
+def test_updates_that_are_not_finite_stop_the_run_with_a_cure_and_save_nothing(machine):
+  runner = machine(optimizer__bad_updates=2, checkpoint__every=1, transforms=('combine_rewards', 'group_advantage'))
+  step = runner.parts.train_step
+
+  def poisoned(state, frozen, batch):
+    return step(state, frozen, batch.replace(correction_PGT=batch.correction_PGT * np.inf))
+
+  runner.parts = runner.parts._replace(train_step=poisoned)
+  with jax.transfer_guard_host_to_device('allow'), pytest.raises(loop.DivergedError, match='learning_rate'):
+    runner.go(6)
+  assert [line['update/bad_in_a_row'] for line in lines(runner.folder)] == [1, 2]
+  assert [path.name for path in (runner.folder / 'checkpoints').iterdir()] == ['00000001']
 
 
 def test_learning_rate_zero_stays_flat(machine):
