@@ -198,6 +198,16 @@ def test_an_idle_worker_that_is_killed_is_replaced(verifier):
   assert [v.outcome for v in _judge(verifier, ['right', 'wrong'] * 10)] == [Outcome.CORRECT, Outcome.WRONG] * 10
 
 
+def test_a_stop_signal_to_the_whole_job_costs_no_verdict(verifier):
+  """The run saves after its step: a row that is under way when SIGTERM comes must get its own verdict."""
+  verifier.submit('row', 'train', 0, 'slow')
+  verifier.flush()
+  for each in verifier._workers:
+    os.kill(each.process.pid, signal.SIGTERM)
+    os.kill(each.process.pid, signal.SIGINT)
+  assert verifier.wait(['row'])['row'].outcome == Outcome.CORRECT
+
+
 def test_verdicts_are_counted_by_outcome_and_their_seconds_add_up():
   with Verifier(TASK, {}, workers=1, limit_s=LIMIT_S, error_budget=1.0) as fresh:
     _judge(fresh, ['right', 'right', 'wrong', 'unreadable', 'raise', 'hang', 'slow'])
@@ -323,6 +333,13 @@ def test_a_hung_worker_dies_with_a_run_that_is_killed(tmp_path):
     time.sleep(0.05)
   os.kill(pid, signal.SIGKILL)
   pytest.fail('the worker outlived its run')
+
+
+def test_a_program_that_forgets_to_close_ends_all_the_same(tmp_path):
+  script = tmp_path / 'run.py'
+  script.write_text(RUN.replace('time.sleep(600)', ''))
+  env = os.environ | {'PYTHONPATH': str(ROOT)}
+  assert subprocess.run([sys.executable, script], env=env, timeout=60, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

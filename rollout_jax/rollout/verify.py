@@ -17,6 +17,7 @@ import time
 from collections.abc import Hashable, Iterable, Mapping, MutableSequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any, Self
 
 from rollout_jax.rollout import worker
@@ -85,7 +86,10 @@ class Verifier:
     # A server without threads or devices forks the workers: they start in milliseconds and never copy a live JAX.
     self._context = multiprocessing.get_context('forkserver')
     self._context.set_forkserver_preload([worker.__name__])
-    self._workers = [self._start() for _ in range(workers)]
+    self._workers: list[_Worker] = []
+    # At the latest when the program ends: multiprocessing would wait for ever for workers that ignore its SIGTERM.
+    self._end = Finalize(self, _end, (self._workers,), exitpriority=1)
+    self._workers.extend(self._start() for _ in range(workers))
 
   def submit(self, key: Hashable, split: str, index: int, text: str) -> None:
     """Puts a row in the queue; `key` is its name and must be new. Does not wait."""
@@ -117,10 +121,7 @@ class Verifier:
 
   def close(self) -> None:
     """Ends the workers, whatever they are at."""
-    for each in self._workers:
-      _stop(each)
-      each.pipe.close()
-    self._workers = []
+    self._end()
     self._pending.clear()
 
   def __enter__(self) -> Self:
@@ -220,6 +221,13 @@ class Verifier:
         f'{len(failed)} of the last {WINDOW} verdicts are ERROR or TIMEOUT, more than verifier.error_budget='
         f'{self._budget:g} allows. Mend the verifier of {self._task}, or raise verifier.limit_s. The first:\n  {texts}'
       )
+
+
+def _end(workers: list[_Worker]) -> None:
+  for each in workers:
+    _stop(each)
+    each.pipe.close()
+  workers.clear()
 
 
 def _stop(each: _Worker) -> None:

@@ -34,7 +34,9 @@ def work(
 
   Verifying a row may take `limit_s`, drawing its problem `draw_s`.
   """
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which saves first
+  # Ctrl-C and SIGTERM reach every process of a terminal or a job, but are for the run: it finishes its step with this worker.
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
   threading.Thread(target=_leave_with_parent, daemon=True).start()
   try:
     task: Task = bind(resolve(name, tasks, 'task'), section, {})
