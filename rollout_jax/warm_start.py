@@ -6,6 +6,7 @@ was made of. Many runs of RL can start from one.
 
 import functools
 import json
+import math
 import pathlib
 import zlib
 from collections.abc import Callable, Mapping
@@ -79,14 +80,24 @@ def _updates(
       tokens_BT, keep_BT = jax.device_put(demonstrations(base, plan, step), where)
       state, loss = step_function(state, tokens_BT, keep_BT)
       advance(1)
-      stopped = stop()
-      if ((step + 1) % EVERY == 0 or stopped) and step + 1 < plan.steps:
+      last, stopped = step + 1 == plan.steps, stop()
+      if (step + 1) % EVERY == 0 or stopped or last:
+        _check_finite(float(fetcher('loss', loss)), step + 1)
+      if ((step + 1) % EVERY == 0 or stopped) and not last:
         checkpoints.save(step + 1, {'state': state}, {})
-      if stopped:
+      if stopped and not last:  # after the last update the result is saved instead
         raise Stopped(f'fine-tuning stopped at update {step + 1} of {plan.steps}')
   if loss is not None:
     say(f'fine-tuning: loss {float(fetcher("loss", loss)):.3f} per token after {plan.steps} updates')
   return state
+
+
+def _check_finite(loss: float, updates: int) -> None:
+  if not math.isfinite(loss):
+    raise ConfigError(
+      f'The loss of fine-tuning is {loss} after {updates} updates: lower sft.learning_rate or raise sft.warmup, and choose '
+      'another workdir.'
+    )
 
 
 def demonstrations(base: Base, plan: Plan, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -123,13 +134,12 @@ def _order(seed: int, epoch: int, size: int) -> np.ndarray:
 def load(base: Base, folder: pathlib.Path, made_of: Mapping[str, Any]) -> PyTree | None:
   """The parameters of a finished warm start, laid out on the mesh; None if there are none yet.
 
-  Raises ConfigError if they are of another model or task than `made_of` says.
+  Raises ConfigError if they are of another model or task than `made_of` says; how many prompts the task has may differ.
   """
   if not (folder / 'params').exists():
     return None
   there = json.loads((folder / 'config.json').read_text())
-  same = ('task', 'model')
-  difference = flatten_diff({k: there[k] for k in same}, {k: made_of[k] for k in same})
+  difference = flatten_diff(_subject(there), _subject(made_of))
   if difference:
     raise ConfigError(f'warm_start {folder} is of another model or task, there -> here:\n  ' + '\n  '.join(difference))
   lay = shardings(base.mesh, base.policy.axes, base.policy.shapes)
@@ -137,6 +147,12 @@ def load(base: Base, folder: pathlib.Path, made_of: Mapping[str, Any]) -> PyTree
   with Checkpointer(folder / 'params', keep=1) as result:
     found = result.restore({'policy': template})
   return None if found is None else found[1]['policy']
+
+
+def _subject(made_of: Mapping[str, Any]) -> Mapping[str, Any]:
+  """The model and the problems that it knows."""
+  task = {name: value for name, value in made_of['task'].items() if name not in ('size', 'heldout')}
+  return {'task': task, 'model': made_of['model']}
 
 
 def random_params(base: Base, seed: int) -> PyTree:
