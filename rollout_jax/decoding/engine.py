@@ -123,8 +123,8 @@ def _check(policy: Policy, slots: int, length: int, prompt_length: int, end_toke
     raise ConfigError(f'rollout.slots must be at least 1, but is {slots}.')
   if not 0 < prompt_length < length:
     raise ConfigError(
-      f'rollout.prompt_length ({prompt_length}) must be above 0 and below rollout.length ({length}), which holds '
-      'prompt and answer. Raise rollout.length or lower rollout.prompt_length.'
+      f'rollout.prompt_length ({prompt_length}) must be above 0 and below the {length} tokens of a slot, which holds '
+      'prompt and answer. Raise rollout.answer_length or lower rollout.prompt_length.'
     )
   outside = [token for token in end_tokens if not 0 <= token < policy.shape.vocab_size]
   if outside or not end_tokens:

@@ -32,7 +32,7 @@ def to_device(rows: Sequence[Row], keys: np.ndarray, slots: int, length: int, pa
       raise ConfigError(
         f'A row of {len(row.tokens_T)} tokens (prompt {row.request.prompt}) with its limit at {row.limit} cannot be '
         f'decoded in slots of {length} tokens: it wants 0 < tokens < limit <= slot. Shorten the prompt, or raise '
-        'rollout.length or the limit.'
+        'rollout.answer_length or the limit.'
       )
   tokens_JT = np.full((slots, length), pad, np.int32)
   source_JT = np.full((slots, length), Source.PAD, np.int8)

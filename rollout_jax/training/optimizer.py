@@ -24,7 +24,7 @@ def schedule(*, learning_rate: float, warmup: int, decay: str, decay_steps: int,
     after = optax.linear_schedule(learning_rate, learning_rate * decay_to, max(decay_steps, 1))
   else:
     names = ('constant', 'cosine', 'linear')
-    raise ConfigError(f'optimizer.decay must be one of {names}, but is {decay!r}{nearest(decay, names)}')
+    raise ConfigError(f'optimizer.decay must be one of {names}, but is {decay!r}. {nearest(decay, names)}')
   if warmup < 1:
     return after
   return optax.join_schedules([optax.linear_schedule(0.0, learning_rate, warmup), after], [warmup])
@@ -48,11 +48,11 @@ def optimizer(
   make = getattr(optax, name, None)
   names = [n for n in dir(optax) if 'learning_rate' in _parameters(getattr(optax, n))]
   if name not in names:
-    raise ConfigError(f'optimizer.name must be an optimizer of optax, but is {name!r}{nearest(name, names)}')
+    raise ConfigError(f'optimizer.name must be an optimizer of optax, but is {name!r}. {nearest(name, names)}')
   for option in options:
     if option not in _parameters(make):
       raise ConfigError(
-        f'optimizer.options.{option}: optax.{name} takes no such option{nearest(option, _parameters(make))}'
+        f'optimizer.options.{option}: optax.{name} takes no such option. {nearest(option, _parameters(make))}'
       )
   rate = schedule(learning_rate=learning_rate, warmup=warmup, decay=decay, decay_steps=decay_steps, decay_to=decay_to)
   step = make(rate, **options)
