@@ -2,6 +2,7 @@
 
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 from absl import app, flags, logging
@@ -44,12 +45,25 @@ def config_and_workdir() -> tuple[ConfigDict, str]:
   for name, value in (('config', CONFIG.value), ('workdir', WORKDIR.value)):
     if value is None:
       raise ConfigError(f'--{name} is missing: {flags.FLAGS[name].help}')
+  _check_fields(CONFIG.value)
   return CONFIG.value, WORKDIR.value
+
+
+def _check_fields(config: ConfigDict) -> None:
+  """Raises ConfigError for a field that the config file sets and nothing reads; on the command line absl refuses these."""
+  from configs import base
+
+  known = flatten(base.get_config().to_dict())
+  chosen = (config.task, config.loss, config.curriculum, config.scheduler, *config.transforms)
+  own = {'options', *(name.rpartition('.')[2] for name in chosen if '.' in name)}  # sections of a user's own methods
+  for name in flatten(config.to_dict()):
+    if name not in known and not own & set(name.split('.')[:-1]) and name not in own | {'optimizer.options'}:
+      raise ConfigError(f'the config sets {name}, which nothing reads. {nearest(name, known)}')
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
   """Flags from the command line; what does not exist is explained before anything else happens."""
-  path = _config_path(argv)
+  path = config_argument(argv).partition(':')[0]
   if path and not pathlib.Path(path).is_file():
     there = sorted(str(p) for p in pathlib.Path('configs').glob('*.py') if p.stem != '__init__')
     sys.exit(_complain(f'--config: there is no file {path}. {nearest(path, there)}'))
@@ -60,8 +74,11 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 def _explain(argv: Sequence[str], error: Exception) -> str:
-  path = _config_path(argv)
-  fields = _fields(path) if path else {}
+  try:
+    fields = _fields(config_argument(argv).partition(':')[0])
+  except Exception as fault:  # the file itself is what is wrong
+    where = traceback.extract_tb(fault.__traceback__)[-1]
+    return f'--config: the file raises {type(fault).__name__}: {fault} ({where.filename}, line {where.lineno}).'
   for argument in argv:
     name, _, value = argument.removeprefix('--config.').partition('=')
     if not argument.startswith('--config.'):
@@ -73,16 +90,19 @@ def _explain(argv: Sequence[str], error: Exception) -> str:
   return str(error) or repr(error)
 
 
-def _config_path(argv: Sequence[str]) -> str:
-  """The file that --config names, without the part behind a colon; '' if there is none."""
+def config_argument(argv: Sequence[str]) -> str:
+  """What --config is: a file, perhaps with an argument of its own behind a colon; '' if there is none."""
   values = [a.partition('=')[2] for a in argv if a.startswith('--config=')]
   values += [after for before, after in zip(argv, argv[1:], strict=False) if before == '--config']
-  return values[-1].partition(':')[0] if values else ''
+  return values[-1] if values else ''
 
 
 def _fields(path: str) -> dict[str, object]:
-  """The fields of a config file by dotted name, with their values."""
+  """The fields of a config file by dotted name, with their values; none without a file."""
   import importlib.util
+
+  if not path:
+    return {}
 
   spec = importlib.util.spec_from_file_location('config_file', path)
   module = importlib.util.module_from_spec(spec)

@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from ml_collections import ConfigDict
+
+from configs import base
+from experiments import cli
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = '--config=tests/tiny_config.py'
@@ -53,6 +57,31 @@ def test_a_mistake_is_explained(tmp_path, flags, wanted):
 def test_a_config_file_that_is_not_there(tmp_path):
   code, said = call('--config=configs/quickstrt.py', f'--workdir={tmp_path}')
   assert code != 0 and 'configs/quickstart.py' in said and 'Traceback' not in said
+
+
+@pytest.mark.parametrize(
+  ('line', 'wanted'),
+  [
+    ('config.rollout.slotz = 4', ['rollout.slotz', "'rollout.slots'"]),
+    ('config.pods.n = 4', ['pods.n', "'pods.m'"]),
+    ('config.pods.m = unknown', ['fork.py', 'line 6', 'unknown']),
+  ],
+)
+def test_a_mistake_in_a_config_file_is_explained(tmp_path, line, wanted):
+  lines = 'from tests import tiny_config\n\n\ndef get_config():\n  config = tiny_config.get_config()\n'
+  (tmp_path / 'fork.py').write_text(f'{lines}  {line}\n  return config\n')
+  code, said = call(f'--config={tmp_path / "fork.py"}', f'--workdir={tmp_path / "run"}')
+  assert code != 0 and 'Traceback' not in said, said
+  for part in wanted:
+    assert part in said, said
+
+
+def test_a_config_may_have_sections_for_its_own_methods():
+  config = base.get_config()
+  config.transforms = (*config.transforms, 'my_methods.shorter')
+  config.shorter = ConfigDict({'weight': 0.1})
+  config.optimizer.options = ConfigDict({'momentum': 0.9})
+  cli._check_fields(config)
 
 
 def test_a_missing_workdir_is_asked_for():
