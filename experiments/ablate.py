@@ -3,12 +3,14 @@ r"""Runs a config and its forks over seeds, all from one shared warm start, and 
   python -m experiments.ablate --config=configs/evidence.py --forks=configs/pods.py,configs/dynamic.py \
     --seeds=3 --out=runs/ablation
 
-Runs go one after another. The same command goes on where it was cut: what is finished is not run again. Each fork should
+Runs go one after another. The same command goes on where it was cut: what is finished is not run again, and refused if it
+was made with another config. Ctrl-C and SIGTERM let the run under way save and end. Each fork should
 start from the same task and model as the config, since the warm start is the config's.
 """
 
 import json
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -29,16 +31,14 @@ def main() -> None:
   overrides = [argument for argument in sys.argv[1:] if argument.startswith('--config.')]
   out, files = _checked()
   warm = out / 'warm_start'
-  if not (warm / 'summary.json').exists():
-    _python('experiments.sft', files['base'], warm, overrides)
+  _python('experiments.sft', files['base'], warm, overrides)
   runs: dict[str, list[dict]] = {}
   for name, file in files.items():
     runs[name] = []
     for seed in range(SEEDS.value):
       folder = out / name / str(seed)
       say(f'\n{name}, seed {seed} -> {folder}')
-      if not (folder / 'summary.json').exists():
-        _python('experiments.train', file, folder, [*overrides, f'--config.warm_start={warm}', f'--config.seed={seed}'])
+      _python('experiments.train', file, folder, [*overrides, f'--config.warm_start={warm}', f'--config.seed={seed}'])
       runs[name].append(json.loads((folder / 'summary.json').read_text()))
   table = report.table(runs)
   write_json(out / 'runs.json', runs)
@@ -51,7 +51,7 @@ def _checked() -> tuple[pathlib.Path, dict[str, str]]:
   """The output folder, and the config files by name, the base first."""
   if cli.CONFIG.value is None or OUT.value is None:
     raise ConfigError('--config and --out are both needed: the config to start from and the folder for the results.')
-  base = next(a for a in sys.argv[1:] if a.startswith('--config=')).partition('=')[2]
+  base = cli.config_argument(sys.argv)
   files = {'base': base}
   for fork in FORKS.value:
     path = pathlib.Path(fork.partition(':')[0])
@@ -66,9 +66,15 @@ def _checked() -> tuple[pathlib.Path, dict[str, str]]:
 def _python(module: str, config: str, folder: pathlib.Path, overrides: list[str]) -> None:
   """Runs a main of this folder in a process of its own, so that no run inherits anything from the one before."""
   command = [sys.executable, '-m', module, f'--config={config}', f'--workdir={folder}', *overrides]
-  done = subprocess.run(command, check=False)
-  if done.returncode:
-    raise ConfigError(f'{module} on {config} ended with code {done.returncode}; the same command goes on from there.')
+  process = subprocess.Popen(command)
+  # Ctrl-C reaches the run by itself, SIGTERM does not; both let it save.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+  code = process.wait()
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  if code:
+    raise ConfigError(f'{module} on {config} ended with code {code}; the same command goes on from there.')
   if not (folder / 'summary.json').exists():
     raise ConfigError(f'{module} on {config} was stopped; the same command goes on from there.')
 

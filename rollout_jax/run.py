@@ -25,7 +25,7 @@ from rollout_jax.clock import Clock
 from rollout_jax.evaluate import evaluate, summarise
 from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.types import ConfigError, PyTree, Stopped
-from rollout_jax.writers import Writers, plain, progress, say, write_json
+from rollout_jax.writers import Writers, alone, plain, progress, say, write_json
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'reasoning-gym')
 SHOWN = (
@@ -51,8 +51,14 @@ def run(config: ConfigDict, workdir: str) -> Mapping[str, Any] | None:
     say(f'{folder} holds this run, finished.')
     return json.loads((folder / 'summary.json').read_text())
   clock = Clock()
-  with contextlib.closing(clock), build_verifier(config) as verifier, _stop_signals() as stop:
+  with (
+    contextlib.closing(clock),
+    contextlib.ExitStack() as held,
+    build_verifier(config) as verifier,
+    _stop_signals() as stop,
+  ):
     parts = build(config, verifier)
+    held.enter_context(alone(folder))
     warm_start.claim(folder, plain(config.to_dict()))
     for change in parts.header['changed_but_unused']:
       say(f'warning: {change} was set, but nothing in this config uses it')
@@ -120,11 +126,17 @@ def fine_tune(config: ConfigDict, workdir: str) -> Mapping[str, Any] | None:
   None if it was asked to stop before the end.
   """
   folder = pathlib.Path(workdir)
-  with build_verifier(config) as verifier, _stop_signals() as stop:
+  if (folder / 'summary.json').exists():
+    warm_start.claim(folder, ingredients(config))
+    say(f'{folder} holds this fine-tuning, finished.')
+    return json.loads((folder / 'summary.json').read_text())
+  with contextlib.ExitStack() as held, build_verifier(config) as verifier, _stop_signals() as stop:
     parts = build(config, verifier)
     tx, plan = build_sft(config)
     if not plan.steps:
       raise ConfigError('sft.steps is 0: there is nothing to do. Give --config.sft.steps=N.')
+    held.enter_context(alone(folder))
+    warm_start.claim(folder, ingredients(config))
     with jax.set_mesh(parts.base.mesh):
       began = time.perf_counter()
       params = initial(config, parts.base, None, stop)

@@ -11,6 +11,7 @@ so that every file stays readable, and raises WriteError.
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -116,6 +117,27 @@ def make_folder(path: str | os.PathLike[str]) -> None:
   """Makes a folder and those above it."""
   with _explained(pathlib.Path(path)):
     pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def alone(folder: pathlib.Path) -> Iterator[None]:
+  """Holds the folder for a run. Raises ConfigError if another one does; a process that dies lets go."""
+  if jax.process_index() != 0:
+    yield
+    return
+  make_folder(folder)
+  with _explained(folder):
+    handle = open(folder / '.lock', 'ab')
+  with handle:
+    try:
+      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise ConfigError(
+        f'Another process is running in {folder}. Wait until it ends, stop it, or choose another workdir.'
+      ) from error
+    except OSError:
+      pass  # a file system without locks, as some clusters have: nothing is held
+    yield
 
 
 def write_json(path: str | pathlib.Path, value: Any) -> None:

@@ -19,7 +19,7 @@ from rollout_jax import loop, warm_start
 from rollout_jax.run import run
 from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.types import ConfigError
-from rollout_jax.writers import Writers
+from rollout_jax.writers import Writers, alone
 from tests.overlay import shrink
 from tests.runner import SHOWN, lines
 
@@ -159,6 +159,13 @@ def test_a_workdir_with_another_config_is_refused_with_the_difference(tmp_path):
   config.rollout.slots = 16
   with pytest.raises(ConfigError, match='rollout.slots: 8 -> 16'):
     run(config, str(tmp_path))
+
+
+def test_a_folder_in_which_another_process_runs_is_refused(tmp_path):
+  with alone(tmp_path), pytest.raises(ConfigError, match='Another process'):
+    run(shrink(base.get_config()), str(tmp_path))
+  with alone(tmp_path):
+    pass  # who has ended holds nothing
 
 
 def train(folder, *flags, wait=True):
