@@ -31,12 +31,13 @@ def cost_to_score(curve: Sequence[Mapping[str, float]], score: float, cost: str)
 def table(runs: Mapping[str, Sequence[Summary]]) -> str:
   """A Markdown table with a row per fork: mean and standard deviation over its seeds.
 
-  The first fork is the baseline: the last columns are tokens and seconds until a run reaches the baseline's mean final accuracy.
+  The first fork is the baseline: the last columns are tokens and device seconds until a run reaches the baseline's mean final
+  accuracy.
   """
   baseline = next(iter(runs.values()))
   goal = float(np.mean([s['accuracy']['after'] for s in baseline]))
   head = ['fork', 'seeds', 'before', 'after', 'gain', 'decoded', 'trained', 'seconds']
-  head += [f'{cost} to {goal:.3f}' for cost in ('decoded', 'trained', 'seconds')]
+  head += [f'{cost} to {goal:.3f}' for cost in ('decoded', 'trained', 'device seconds')]
   rows = []
   for name, summaries in runs.items():
     after = [s['accuracy']['after'] for s in summaries]
