@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ from rollout_jax.training.sft import Plan
 from rollout_jax.training.state import init_state, state_shardings
 from rollout_jax.training.step import Objective, Schedule, make_train_step
 from rollout_jax.transforms import chain as chains
-from rollout_jax.types import ConfigError, Correctness, Curriculum, Transform
+from rollout_jax.types import Array, ConfigError, Correctness, Curriculum, Transform
 from rollout_jax.writers import plain
 
 METHODS = (transforms, losses, curricula, schedulers, tasks)
@@ -167,9 +167,7 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
     chain=chain,
     objective=Objective(
       loss=loss,
-      row_weight=row_weight(
-        config.aggregation.mode, config.aggregation.denominator, constant=config.aggregation.constant
-      ),
+      row_weight=_row_weight(config, padding=capacity / scheduler.capacity),
     ),
     curriculum=curriculum,
     tx=tx,
@@ -206,6 +204,15 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
     logged_rows=config.log.rollouts,
     header=_header(config, members, scheduler, curriculum, sampling),
   )
+
+
+def _row_weight(config: ConfigDict, padding: float) -> Callable[[Array, Array], Array]:
+  """The aggregation's weight. A constant denominator counts the scheduler's groups, not those that fill up the devices."""
+  aggregation = config.aggregation
+  weight = row_weight(aggregation.mode, aggregation.denominator, constant=aggregation.constant)
+  if aggregation.denominator != 'constant':
+    return weight
+  return lambda kept_PG, original_PG: weight(kept_PG, original_PG) * padding
 
 
 def _desk(

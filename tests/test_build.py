@@ -1,9 +1,11 @@
 """What is refused before anything compiles, and what a run's header says of its methods."""
 
+import numpy as np
 import pytest
 
 from configs import base
-from rollout_jax.build import LEAST, build
+from rollout_jax.build import LEAST, _row_weight, build
+from rollout_jax.losses.aggregation import MODES
 from rollout_jax.types import ConfigError
 from tests.overlay import shrink
 
@@ -20,3 +22,14 @@ def test_the_header_names_the_weakest_correctness_class(verifier):
   assert build(shrink(base.get_config()), verifier).header['correctness'] == 'empirical'
   exact = shrink(base.get_config(), transforms=('combine_rewards', 'group_advantage'))
   assert build(exact, verifier).header['correctness'] == 'exact'
+
+
+@pytest.mark.parametrize('denominator', ['kept', 'original', 'constant'])
+@pytest.mark.parametrize('mode', MODES)
+def test_groups_that_fill_up_the_devices_change_no_weight(mode, denominator):
+  """Six prompts on four devices make a batch of eight: law 5 holds for every denominator."""
+  config = shrink(base.get_config(), aggregation__mode=mode, aggregation__denominator=denominator)
+  kept_PG = np.arange(24.0).reshape(6, 4)
+  padded_PG = np.pad(kept_PG, ((0, 2), (0, 0)))
+  weight_PG = _row_weight(config, padding=1.0)(kept_PG, kept_PG)
+  np.testing.assert_allclose(_row_weight(config, padding=8 / 6)(padded_PG, padded_PG)[:6], weight_PG, rtol=1e-6)
