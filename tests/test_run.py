@@ -16,12 +16,14 @@ import pytest
 
 from configs import base
 from rollout_jax import loop, warm_start
+from rollout_jax.build import build, build_verifier
 from rollout_jax.run import run
+from rollout_jax.tasks import product
 from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.types import ConfigError
 from rollout_jax.writers import Writers, alone
 from tests.overlay import shrink
-from tests.runner import SHOWN, lines
+from tests.runner import SHOWN, Machine, lines
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -117,6 +119,32 @@ def test_updates_that_are_not_finite_stop_the_run_with_a_cure_and_save_nothing(m
     runner.go(6)
   assert [line['update/bad_in_a_row'] for line in lines(runner.folder)] == [1, 2]
   assert [path.name for path in (runner.folder / 'checkpoints').iterdir()] == ['00000001']
+
+
+def test_rows_that_could_not_be_judged_are_left_out_and_the_run_goes_on(tmp_path, machine):
+  """A verifier that raises on some prompts (behaviours U19): the books balance at every step."""
+  config = shrink(base.get_config(), task='tests.test_run.flaky', verifier__error_budget=1.0)
+  with build_verifier(config) as verifier:
+    made = machine()
+    Machine(build(config, verifier), tmp_path / 'flaky', made.clock).go(4)
+  failed = 0
+  for line in lines(tmp_path / 'flaky'):
+    failed += line['verdict/error']
+    assert line['rows/dropped/verifier_error'] == line['verdict/error'] and 'nonfinite' not in line
+    assert line['rows/issued'] == line['rows/trained'] + sum(line[name] for name in line if 'rows/dropped' in name)
+  assert 0 < failed < 4 * 16
+
+
+def flaky(*, heldout: int = 8):
+  """A user's task whose verifier raises on problems with an answer that 4 divides."""
+  task = product(max_number=30, heldout=heldout)
+
+  def verify(prompt, text):
+    if int(prompt.answer) % 4 == 0:
+      raise ValueError('no idea')
+    return task.verify(prompt, text)
+
+  return task._replace(verify=verify)
 
 
 def test_learning_rate_zero_stays_flat(machine):
