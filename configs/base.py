@@ -80,7 +80,10 @@ def get_config() -> ConfigDict:
       'delay': 1,  # chunks until a verdict reaches the scheduler
     },
     'checkpoint': {'every': 20, 'keep': 2},
-    'log': {'rollouts': 2},  # rows per step that are written to rollouts.jsonl
+    'log': {
+      'rollouts': 2,  # rows per step that are written to rollouts.jsonl
+      'gap_alarm': 0.05,  # mean |sampled - scored log-prob| on policy that is worth a warning
+    },
     'distribution': {name: value for name, value in fields(distribution).items() if name != 'greedy'},
   }
   return ConfigDict({**config, **sections(transforms, losses, curricula, schedulers, tasks)})

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 from rollout_jax import curricula, keys, losses, schedulers, tasks, transforms
+from rollout_jax.check import check_numbers, check_pairs, check_sizes, unused_changes
 from rollout_jax.decoding.engine import engine
 from rollout_jax.distribution import Distribution, distribution
 from rollout_jax.fetch import Fetcher
@@ -20,7 +21,7 @@ from rollout_jax.losses.kl import add, kl
 from rollout_jax.mesh import make_mesh, replicated, sharding
 from rollout_jax.models.tokenizers import Tokenizer, byte, characters
 from rollout_jax.models.transformer import Policy, Shape, transformer
-from rollout_jax.resolve import bind, resolve, sections
+from rollout_jax.resolve import bind, resolve
 from rollout_jax.rollout.collect import Desk
 from rollout_jax.rollout.verify import Verifier
 from rollout_jax.schedulers.base import Scheduler
@@ -30,18 +31,8 @@ from rollout_jax.training.sft import Plan
 from rollout_jax.training.state import init_state, state_shardings
 from rollout_jax.training.step import Objective, Schedule, make_train_step
 from rollout_jax.transforms import chain as chains
-from rollout_jax.types import Array, ConfigError, Correctness, Curriculum, Transform
+from rollout_jax.types import Array, Correctness, Curriculum, Transform
 from rollout_jax.writers import plain
-
-METHODS = (transforms, losses, curricula, schedulers, tasks)
-# The smallest value of each number: below it a run would hang, divide by zero, or keep no checkpoint.
-LEAST = {
-  0: """seed steps rollout.lag optimizer.warmup optimizer.clip sft.steps sft.demonstrations sft.warmup evaluation.every
-  evaluation.samples verifier.delay log.rollouts""".split(),
-  1: """rollout.prompts rollout.group rollout.prompt_length rollout.answer_length rollout.slots rollout.prefill rollout.chunk
-  rollout.refill epochs minibatches microbatch optimizer.bad_updates sft.batch evaluation.problems checkpoint.every
-  checkpoint.keep""".split(),
-}
 
 
 class Base(NamedTuple):
@@ -76,6 +67,7 @@ class Parts(NamedTuple):
   checkpoint_every: int
   bad_updates: int
   logged_rows: int
+  gap_alarm: float
   header: Mapping[str, Any]
 
 
@@ -136,7 +128,8 @@ def build_verifier(config: ConfigDict) -> Verifier:
 
 def build(config: ConfigDict, verifier: Verifier) -> Parts:
   """All parts of a run. Everything that can be refused is refused here, before anything compiles."""
-  _check_numbers(config)
+  check_numbers(config)
+  check_pairs(config)
   base, rollout = build_base(config), config.rollout
   facts = {
     'prompts': rollout.prompts,
@@ -154,20 +147,21 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
   shards = math.prod(base.mesh.shape[axis] for axis in ('data', 'fsdp'))
   step = math.lcm(shards, config.minibatches)
   capacity = -(-scheduler.capacity // step) * step
-  _check_sizes(config, base.task, shards)
-  chains.check(members, loss, (capacity, rollout.group, base.length))
+  check_sizes(config, base.task, shards)
+  updates = config.epochs * config.minibatches
+  chains.check(members, loss, (capacity, rollout.group, base.length), updates)
 
   sampling = distribution(**config.distribution)
   tx = build_tx(config)
   chain = chains.chain(*members)
-  scores = chains.reads_score(members, loss, config.epochs * config.minibatches)
+  scores = chains.reads_score(members, loss, updates)
   train_step = make_train_step(
     policy=base.policy,
     distribution=sampling,
     chain=chain,
     objective=Objective(
       loss=loss,
-      row_weight=_row_weight(config, padding=capacity / scheduler.capacity),
+      row_weight=_row_weight(config, room=capacity / rollout.prompts),
     ),
     curriculum=curriculum,
     tx=tx,
@@ -202,17 +196,18 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
     checkpoint_every=config.checkpoint.every,
     bad_updates=config.optimizer.bad_updates,
     logged_rows=config.log.rollouts,
+    gap_alarm=config.log.gap_alarm,
     header=_header(config, members, scheduler, curriculum, sampling),
   )
 
 
-def _row_weight(config: ConfigDict, padding: float) -> Callable[[Array, Array], Array]:
-  """The aggregation's weight. A constant denominator counts the scheduler's groups, not those that fill up the devices."""
+def _row_weight(config: ConfigDict, room: float) -> Callable[[Array, Array], Array]:
+  """The aggregation's weight. A constant denominator counts rollout.prompts groups, whatever a batch has `room` for."""
   aggregation = config.aggregation
   weight = row_weight(aggregation.mode, aggregation.denominator, constant=aggregation.constant)
   if aggregation.denominator != 'constant':
     return weight
-  return lambda kept_PG, original_PG: weight(kept_PG, original_PG) * padding
+  return lambda kept_PG, original_PG: weight(kept_PG, original_PG) * room
 
 
 def _desk(
@@ -256,52 +251,6 @@ def _section(config: ConfigDict, name: str) -> Mapping[str, Any]:
   """The section of a method; a user's own method at a dotted path has one if the config gives it one."""
   section = config.get(name.rpartition('.')[2], None)
   return {} if section is None else section.to_dict()
-
-
-def _check_sizes(config: ConfigDict, task: Task, shards: int) -> None:
-  r = config.rollout
-  if task.prompt_length > r.prompt_length:
-    raise ConfigError(
-      f'rollout.prompt_length is {r.prompt_length}, but prompts of task {config.task} have up to {task.prompt_length} tokens: '
-      f'raise it to {task.prompt_length}, or make the problems smaller.'
-    )
-  if config.sft.steps and task.answer_length + 1 > r.answer_length:
-    raise ConfigError(
-      f'rollout.answer_length is {r.answer_length}, but demonstrations of task {config.task} have up to '
-      f'{task.answer_length + 1} tokens with the end token: raise it to {task.answer_length + 1}.'
-    )
-  if config.evaluation.problems > task.heldout:
-    raise ConfigError(
-      f'evaluation.problems is {config.evaluation.problems}, but task {config.task} holds out {task.heldout}: lower it.'
-    )
-  for name, size in (('rollout.slots', r.slots), ('microbatch', config.microbatch)):
-    if size % shards:
-      raise ConfigError(
-        f'{name} is {size}, but rows are cut over data * fsdp = {shards} devices: make it a multiple of {shards}, '
-        f'or change mesh.train {tuple(config.mesh.train)}.'
-      )
-
-
-def _check_numbers(config: ConfigDict) -> None:
-  """Refuses a number below its smallest value."""
-  for low, names in LEAST.items():
-    for name in names:
-      value = config
-      for part in name.split('.'):
-        value = value[part]
-      if value < low:
-        raise ConfigError(f'{name} must be at least {low}, but is {value}.')
-
-
-def unused_changes(config: ConfigDict) -> list[str]:
-  """Fields of methods that were changed although nothing uses the method, such as `pods.m = 2`."""
-  used = {config.task, config.loss, config.curriculum, config.scheduler, *config.transforms}
-  return [
-    f'{name}.{field} = {config[name][field]!r}'
-    for name, section in sections(*METHODS).items()
-    for field, default in section.items()
-    if name not in used and config[name][field] != default
-  ]
 
 
 def _header(

@@ -27,12 +27,13 @@ class Distribution(NamedTuple):
   draw(logits_BV, key_B2, position_B) -> (token_B, logp_B) with row keys and the positions of the drawn tokens.
   score(logits_xV, token_x) -> (logp_x, inside_x) for any leading axes x. The log-prob is finite always: where `inside`
   is false the token was filtered out, and the log-prob is that of the tempered softmax before the filters.
-  entropy(logits_xV) -> entropy_x of the distribution that the log-probs are of.
+  entropy(logits_xV) -> entropy_x of the distribution that the log-probs are of. `filters`: whether inside can be false.
   """
 
   draw: Callable[[Array, Array, Array], tuple[Array, Array]]
   score: Callable[[Array, Array], tuple[Array, Array]]
   entropy: Callable[[Array], Array]
+  filters: bool
   description: str
 
 
@@ -90,7 +91,8 @@ def distribution(
     return jnp.log(total_x) - (mass_xV * (scaled_xV - top_x1)).sum(axis=-1) / total_x
 
   settings = f'temperature {temperature:g}, top-k {top_k}, top-p {top_p:g}, min-p {min_p:g}'
-  return Distribution(draw, score, entropy, f'{"greedy" if greedy else settings}; {"raw" if raw else mode} log-probs')
+  description = f'{"greedy" if greedy else settings}; {"raw" if raw else mode} log-probs'
+  return Distribution(draw, score, entropy, filtered and not raw, description)
 
 
 def log_prob(scaled_xV: Array, token_x: Array, keep_xV: Array | None = None) -> Array:

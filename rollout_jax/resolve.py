@@ -44,9 +44,9 @@ def fields(method: Callable[..., Any]) -> dict[str, Any]:
     if parameter.default is parameter.empty:
       continue
     if parameter.kind is not parameter.KEYWORD_ONLY:
-      raise TypeError(f'{_name(method)}: {parameter.name!r} has a default, so it must stand after the *')
+      raise ConfigError(f'{_name(method)}: {parameter.name!r} has a default, so it must stand after the *')
     if not isinstance(parameter.default, KINDS):
-      raise TypeError(f'{_name(method)}: the default of {parameter.name!r} is not a bool, int, float, str or tuple')
+      raise ConfigError(f'{_name(method)}: the default of {parameter.name!r} is not a bool, int, float, str or tuple')
     section[parameter.name] = parameter.default
   return section
 
@@ -64,7 +64,7 @@ def bind(method: Callable[..., Any], section: Mapping[str, Any], supplied: Mappi
       raise ConfigError(f'{_name(method)} takes no field {name!r}. {nearest(name, defaults)}')
   missing = [name for name in facts(method) if name not in supplied]
   if missing:
-    raise TypeError(
+    raise ConfigError(
       f'{_name(method)} asks for {", ".join(missing)}; the facts are {", ".join(sorted(supplied))}. '
       'Give the parameter a default after the * to make it a field of the config.'
     )
@@ -130,7 +130,7 @@ def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
   parameters = list(inspect.signature(method).parameters.values())
   for parameter in parameters:
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-      raise TypeError(f'{_name(method)}: {parameter} cannot be a fact or a field; a method names each parameter')
+      raise ConfigError(f'{_name(method)}: {parameter} cannot be a fact or a field; a method names each parameter')
   return parameters
 
 

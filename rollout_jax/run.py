@@ -6,7 +6,6 @@ checkpoints/  where the run goes on          summary.json     what came of it   
 """
 
 import contextlib
-import json
 import pathlib
 import platform
 import signal
@@ -25,7 +24,7 @@ from rollout_jax.clock import Clock
 from rollout_jax.evaluate import evaluate, summarise
 from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.types import ConfigError, PyTree, Stopped
-from rollout_jax.writers import Writers, alone, plain, progress, say, write_json
+from rollout_jax.writers import Writers, alone, plain, progress, read_json, say, write_json
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'reasoning-gym')
 SHOWN = (
@@ -49,7 +48,7 @@ def run(config: ConfigDict, workdir: str) -> Mapping[str, Any] | None:
   if (folder / 'summary.json').exists():
     warm_start.claim(folder, plain(config.to_dict()))
     say(f'{folder} holds this run, finished.')
-    return json.loads((folder / 'summary.json').read_text())
+    return read_json(folder / 'summary.json')
   clock = Clock()
   with (
     contextlib.closing(clock),
@@ -79,7 +78,10 @@ def _run(
   stop: Callable[[], bool],
 ) -> Mapping[str, Any]:
   began = time.perf_counter()
-  params = initial(config, parts.base, folder, stop)
+  params = warm_start.read_params(parts.base, folder / 'start')
+  if params is None:
+    params = initial(config, parts.base, folder, stop)
+    warm_start.write_params(params, folder / 'start', 0)
   frozen = {'reference': loop.copy(params)} if parts.reference else {}
   fresh = loop.start(parts, params)
   state = loop.restore(parts, fresh, checkpoints)
@@ -90,7 +92,7 @@ def _run(
     state.curve.append(_evaluated(config, parts, state))
 
   with contextlib.closing(writers):
-    writers.header({**header(config, parts.base), **parts.header})
+    writers.header(header(config, parts, folder, state))
     if state is None:
       state = fresh
       score(state)
@@ -129,7 +131,7 @@ def fine_tune(config: ConfigDict, workdir: str) -> Mapping[str, Any] | None:
   if (folder / 'summary.json').exists():
     warm_start.claim(folder, ingredients(config))
     say(f'{folder} holds this fine-tuning, finished.')
-    return json.loads((folder / 'summary.json').read_text())
+    return read_json(folder / 'summary.json')
   with contextlib.ExitStack() as held, build_verifier(config) as verifier, _stop_signals() as stop:
     parts = build(config, verifier)
     tx, plan = build_sft(config)
@@ -138,9 +140,9 @@ def fine_tune(config: ConfigDict, workdir: str) -> Mapping[str, Any] | None:
     held.enter_context(alone(folder))
     warm_start.claim(folder, ingredients(config))
     with jax.set_mesh(parts.base.mesh):
-      began = time.perf_counter()
       params = initial(config, parts.base, None, stop)
       before = _scores(config, parts, params, 0)
+      began = time.perf_counter()
       params = warm_start.fine_tune(parts.base, tx, plan, params, folder, ingredients(config), stop)
       seconds = time.perf_counter() - began
       after = _scores(config, parts, params, plan.steps)
@@ -216,16 +218,16 @@ def _summary(run: loop.Run, warm_seconds: float, seconds: float) -> Mapping[str,
     'accuracy': {'before': run.curve[0]['greedy'], 'after': run.curve[-1]['greedy']},
     'steps': run.step,
     'totals': run.totals,
+    'ledger': run.ledger.to_dict(),
     'curve': run.curve,
     'minutes': {'warm_start': warm_seconds / 60, 'total': seconds / 60},
   }
 
 
-def header(config: ConfigDict, base: Base) -> Mapping[str, Any]:
-  """What a run ran on and with."""
-  devices = base.mesh.devices.flatten()
-  return {
-    'config': plain(config.to_dict()),
+def header(config: ConfigDict, parts: Parts, folder: pathlib.Path, state: loop.Run | None) -> Mapping[str, Any]:
+  """What a run ran on and with; for a run that goes on, the header that it began with and where it was taken up."""
+  devices = parts.base.mesh.devices.flatten()
+  now = {
     'commit': _commit(),
     'python': platform.python_version(),
     'packages': {name: metadata.version(name) for name in PACKAGES},
@@ -236,9 +238,18 @@ def header(config: ConfigDict, base: Base) -> Mapping[str, Any]:
       'machine': platform.machine(),
       'processes': jax.process_count(),
     },
-    'mesh': dict(base.mesh.shape),
-    'parameters': sum(x.size for x in jax.tree.leaves(base.policy.shapes)),
-    'started': time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
+    'mesh': dict(parts.base.mesh.shape),
+    'time': time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
+  }
+  if state is not None:
+    began = read_json(folder / 'run.json')
+    return {**began, 'resumed': [*began['resumed'], {'step': state.step, **now}]}
+  return {
+    'config': plain(config.to_dict()),
+    'parameters': sum(x.size for x in jax.tree.leaves(parts.base.policy.shapes)),
+    **parts.header,
+    **now,
+    'resumed': [],
   }
 
 

@@ -5,7 +5,6 @@ was made of. Many runs of RL can start from one.
 """
 
 import functools
-import json
 import math
 import pathlib
 import zlib
@@ -25,7 +24,7 @@ from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.training.sft import Plan, make_sft_step
 from rollout_jax.training.state import TrainState, init_state, state_shardings
 from rollout_jax.types import ConfigError, PyTree, Stopped
-from rollout_jax.writers import make_folder, progress, say, write_json
+from rollout_jax.writers import make_folder, progress, read_json, say, write_json
 
 EVERY = 100  # updates between two checkpoints
 
@@ -58,8 +57,7 @@ def fine_tune(
       first, state = found[0], found[1]['state']
     state = _updates(base, step_function, plan, state, first, checkpoints, stop)
     params = state.params['policy']
-  with Checkpointer(folder / 'params', keep=1) as result:
-    result.save(plan.steps, {'policy': params}, {})
+  write_params(params, folder / 'params', plan.steps)
   return params
 
 
@@ -138,15 +136,25 @@ def load(base: Base, folder: pathlib.Path, made_of: Mapping[str, Any]) -> PyTree
   """
   if not (folder / 'params').exists():
     return None
-  there = json.loads((folder / 'config.json').read_text())
-  difference = flatten_diff(_subject(there), _subject(made_of))
+  difference = flatten_diff(_subject(read_json(folder / 'config.json')), _subject(made_of))
   if difference:
     raise ConfigError(f'warm_start {folder} is of another model or task, there -> here:\n  ' + '\n  '.join(difference))
+  return read_params(base, folder / 'params')
+
+
+def read_params(base: Base, folder: pathlib.Path) -> PyTree | None:
+  """The parameters that `write_params` left in a folder, laid out on the mesh; None if there are none."""
   lay = shardings(base.mesh, base.policy.axes, base.policy.shapes)
   template = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), base.policy.shapes, lay)
-  with Checkpointer(folder / 'params', keep=1) as result:
+  with Checkpointer(folder, keep=1) as result:
     found = result.restore({'policy': template})
   return None if found is None else found[1]['policy']
+
+
+def write_params(params: PyTree, folder: pathlib.Path, step: int) -> None:
+  """Leaves parameters in a folder of their own."""
+  with Checkpointer(folder, keep=1) as result:
+    result.save(step, {'policy': params}, {})
 
 
 def _subject(made_of: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -168,7 +176,7 @@ def claim(folder: pathlib.Path, made_of: Mapping[str, Any]) -> None:
     make_folder(folder)
     write_json(path, made_of)
     return
-  difference = flatten_diff(json.loads(path.read_text()), dict(made_of))
+  difference = flatten_diff(read_json(path), dict(made_of))
   if difference:
     lines = '\n  '.join(difference)
     raise ConfigError(

@@ -157,6 +157,14 @@ def write_json(path: str | pathlib.Path, value: Any) -> None:
       raise
 
 
+def read_json(path: str | os.PathLike[str]) -> Any:
+  """What a JSON file of this program holds; ConfigError if it cannot be read."""
+  try:
+    return json.loads(pathlib.Path(path).read_text())
+  except (OSError, ValueError) as error:
+    raise ConfigError(f'{path} cannot be read ({error}). Restore it from a copy, or choose another folder.') from error
+
+
 def plain(value: Any) -> Any:
   """The value as JSON can hold it: numpy to Python, tuples to lists, a number that is not finite to None."""
   if isinstance(value, Mapping):

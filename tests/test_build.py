@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from configs import base
-from rollout_jax.build import LEAST, _row_weight, build
+from rollout_jax.build import _row_weight, build
+from rollout_jax.check import LEAST
 from rollout_jax.losses.aggregation import MODES
 from rollout_jax.types import ConfigError
 from tests.overlay import shrink
@@ -31,5 +32,18 @@ def test_groups_that_fill_up_the_devices_change_no_weight(mode, denominator):
   config = shrink(base.get_config(), aggregation__mode=mode, aggregation__denominator=denominator)
   kept_PG = np.arange(24.0).reshape(6, 4)
   padded_PG = np.pad(kept_PG, ((0, 2), (0, 0)))
-  weight_PG = _row_weight(config, padding=1.0)(kept_PG, kept_PG)
-  np.testing.assert_allclose(_row_weight(config, padding=8 / 6)(padded_PG, padded_PG)[:6], weight_PG, rtol=1e-6)
+  weight_PG = _row_weight(config, room=1.0)(kept_PG, kept_PG)
+  np.testing.assert_allclose(_row_weight(config, room=8 / 6)(padded_PG, padded_PG)[:6], weight_PG, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'said'),
+  [
+    (dict(scheduler='dynamic', transforms=('combine_rewards', 'group_advantage')), 'drop_degenerate'),
+    (dict(scheduler='dynamic', dynamic__high=0.9), 'dynamic.high is 0.9, but drop_degenerate.high is 1.0'),
+    (dict(loss='reinforce', epochs=2), 'compares with no earlier policy'),
+  ],
+)
+def test_a_pair_that_cannot_work_is_refused_with_the_reason(verifier, changes, said):
+  with pytest.raises(ConfigError, match=said):
+    build(shrink(base.get_config(), **changes), verifier)

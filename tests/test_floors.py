@@ -12,9 +12,10 @@ FLOORS = (
   {'models', 'transforms', 'curricula', 'losses', 'schedulers', 'tasks'},
   {'decoding', 'training'},
   {'rollout'},
-  {'evaluate', 'report'},
+  {'evaluate', 'report', 'check'},
   {'build'},
-  {'loop', 'warm_start'},
+  {'record', 'warm_start'},
+  {'loop'},
   {'run'},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -57,10 +58,10 @@ def test_a_module_imports_only_from_floors_below_and_its_own_folder(path):
 
 
 @pytest.mark.parametrize('path', MODULES, ids=lambda path: str(path.relative_to(LIBRARY)))
-def test_only_build_and_run_read_a_config_and_nobody_flags_or_the_environment(path):
+def test_only_build_check_and_run_read_a_config_and_nobody_flags_or_the_environment(path):
   imported = {name.partition('.')[0] for name, _ in _imports(path)}
   assert 'absl' not in imported, f'{path} imports absl'
-  assert 'ml_collections' not in imported or _room(path) in ('build', 'run'), f'{path} imports ml_collections'
+  assert 'ml_collections' not in imported or _room(path) in ('build', 'check', 'run'), f'{path} imports ml_collections'
   assert not {'environ', 'getenv', 'putenv'} & _names(path), f'{path} reads the environment'
 
 

@@ -26,7 +26,8 @@ def test_the_worked_example_runs_as_a_method_from_outside_the_library(machine, t
 
 
 def test_every_file_that_readme_names_is_there():
-  for name in re.findall(r'`((?:configs|scripts|decoding|rollout|schedulers|transforms|curricula|losses|tasks)/[\w/.]*)`', README):
+  rooms = 'configs|scripts|decoding|rollout|schedulers|transforms|curricula|losses|tasks'
+  for name in re.findall(rf'`((?:{rooms})/[\w/.]*)`', README):
     assert (ROOT / name).exists() or (ROOT / 'rollout_jax' / name).exists(), name
 
 

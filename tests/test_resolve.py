@@ -106,7 +106,7 @@ def test_a_field_that_the_method_does_not_take_shows_the_nearest_spelling():
 
 
 def test_a_fact_that_nobody_supplies_is_a_fault_of_the_program():
-  with pytest.raises(TypeError, match='pods asks for group; the facts are prompts'):
+  with pytest.raises(ConfigError, match='pods asks for group; the facts are prompts'):
     resolve.bind(pods, {}, {'prompts': 8})
 
 
@@ -114,7 +114,7 @@ def test_a_fact_that_nobody_supplies_is_a_fault_of_the_program():
   'method', [lambda cap=2.0: cap, lambda *, cap=None: cap, lambda **fields: fields, lambda *facts: facts]
 )
 def test_a_signature_outside_the_convention_is_refused(method):
-  with pytest.raises(TypeError):
+  with pytest.raises(ConfigError):
     resolve.fields(method)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rollout_jax.evaluate import pass_at_k, summarise
-from rollout_jax.loop import rollout_times
+from rollout_jax.record import rollout_times
 from rollout_jax.rollout.collect import Round, Usage
 from rollout_jax.rollout.measure import measure
 from rollout_jax.rollout.pack import pack
@@ -92,10 +92,10 @@ def test_every_metric_of_a_hand_made_round():
 
 
 def test_the_times_of_a_round_leave_compiling_out():
-  usage = Usage(seconds=10.0, decode_seconds=8.0, reward_wait_seconds=0.5)
-  warm = {'t/rollout': 10.0, 't/decode': 8.0, 't/reward_wait': 0.5, 't/host': 1.0, 't/compile': 0.0}
+  usage = Usage(seconds=10.0, decode_seconds=8.0, reward_wait_seconds=0.5, verify_seconds=3.0)
+  warm = {'t/rollout': 10.0, 't/decode': 8.0, 't/reward_wait': 0.5, 't/verify': 3.0, 't/host': 1.0, 't/compile': 0.0}
   assert rollout_times(usage, 11.0, 0.0) == warm
-  first = {'t/rollout': 4.0, 't/decode': 2.0, 't/reward_wait': 0.5, 't/host': 1.0, 't/compile': 6.0}
+  first = {'t/rollout': 4.0, 't/decode': 2.0, 't/reward_wait': 0.5, 't/verify': 3.0, 't/host': 1.0, 't/compile': 6.0}
   assert rollout_times(usage, 5.0, 6.0) == first  # 11 seconds, of which 6 went into compiling
 
 

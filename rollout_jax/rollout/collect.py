@@ -56,6 +56,7 @@ class Usage:
   prefill_computed: int = 0  # of these, really computed: rows of a group that enter together share one prefill
   decode_seconds: float = 0.0  # prefill, insert and generate, until their status is known
   reward_wait_seconds: float = 0.0  # waiting for verdicts that were due
+  verify_seconds: float = 0.0  # the verifiers' work, in their own processes
   seconds: float = 0.0
 
 
@@ -93,7 +94,7 @@ def collect(
   `draw(n)` gives n pairs (prompt, visit), `progress(rows)` hears of every `rows` that finished. Returns the scheduler's
   state for the next round, and the round.
   """
-  start, usage = time.perf_counter(), Usage()
+  start, usage = time.perf_counter(), Usage(verify_seconds=-desk.verifier.seconds)
   waiting: collections.deque[_Seat] = collections.deque()
   judging: list[_Seat] = []
   drawn: list[tuple[int, int]] = []
@@ -130,6 +131,7 @@ def collect(
     elif not judging:
       raise RuntimeError(f'The scheduler neither draws nor ends the round, and no row is under way: {state}')
   usage.seconds = time.perf_counter() - start
+  usage.verify_seconds += desk.verifier.seconds
   return state, Round(tuple(_group(p, v, group, rows, verdicts) for p, v in drawn), usage)
 
 

@@ -27,8 +27,15 @@ def score(policy: Policy, distribution: Distribution, params: PyTree, tokens_BT:
 
 def score_rows(
   policy: Policy, distribution: Distribution, params: PyTree, tokens_BT: Array, live_B: Array, micro: int
-) -> Array:
-  """Log-probs [B, T] of the rows that are live, in microbatches; zero for microbatches without one."""
-  body = lambda rows: score(policy, distribution, params, rows)[0]
+) -> tuple[Array, Array]:
+  """Log-probs [B, T] of the rows that are live and whether the distribution holds the tokens, in microbatches.
+
+  Both are zero for microbatches without a live row.
+  """
+
+  def body(tokens_mT: Array) -> tuple[Array, Array]:
+    logp_mT, inside_mT, _ = score(policy, distribution, params, tokens_mT)
+    return logp_mT, inside_mT.astype(jnp.float32)
+
   like = jax.ShapeDtypeStruct(tokens_BT.shape, jnp.float32)
-  return jax.lax.stop_gradient(fill(body, tokens_BT, live_B, micro, like))
+  return jax.lax.stop_gradient(fill(body, tokens_BT, live_B, micro, (like, like)))

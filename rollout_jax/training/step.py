@@ -1,7 +1,18 @@
 """The training step: one jitted function from a collected batch to new parameters and a report.
 
-Order (design): reward, filter, select, advantage -> score the kept rows -> correct -> epochs x minibatches of microbatches
--> curriculum and tables. Nothing here depends on which methods a chain holds.
+Order: reward, filter, select, advantage -> score the kept rows -> correct -> epochs x minibatches of microbatches ->
+curriculum and tables. Nothing here depends on which methods a chain holds.
+
+A token outside the policy's own top-k, top-p or min-p set (it was sampled by an older one) has no log-prob there: it is
+masked before anything is counted. What a step reports, each a mean over kept tokens unless said:
+
+  loss/total          the minimised sum, over updates that were applied
+  policy/entropy      of the sampling distribution where the tokens were drawn
+  gap/mean, ratio     |learner - behaviour log-prob| and exp of it, signed, at the first update: on policy 0 and 1
+  gap/above_X         share of tokens whose gap is more than X; gap/outside: share that was masked as above
+  update/norm         gradient norm before clipping, over updates that were applied
+  update/applied, not_finite, empty   share of the step's updates that were applied, skipped, or had no kept token
+  update/bad_in_a_row                 skipped updates in a row so far
 """
 
 from collections.abc import Callable
@@ -79,13 +90,15 @@ def make_train_step(
     batch, transform_state, report = chain.before_score(collected, state.transform_state, **extra)
     live_B = _rows(jnp.any(batch.keep_PGT > 0, axis=2))
     tokens_BT = _rows(batch.tokens_PGT)
-    for wanted, name, params in (
-      (score_proximal, 'proximal_logp_PGT', state.params['policy']),
-      (score_reference, 'reference_logp_PGT', frozen.get('reference')),
-    ):
-      if wanted:
-        logp_BT = score_rows(policy, distribution, params, tokens_BT, live_B, schedule.micro)
-        batch = batch.replace(**{name: logp_BT.reshape(batch.shape)})
+    if score_proximal or distribution.filters:
+      logp_BT, inside_BT = score_rows(policy, distribution, state.params['policy'], tokens_BT, live_B, schedule.micro)
+      report['gap/outside'] = masked.average(1 - inside_BT, _rows(batch.keep_PGT * batch.exists_PG[:, :, None]))
+      batch = batch.replace(keep_PGT=batch.keep_PGT * inside_BT.reshape(batch.shape))
+      if score_proximal:
+        batch = batch.replace(proximal_logp_PGT=logp_BT.reshape(batch.shape))
+    if score_reference:
+      logp_BT, _ = score_rows(policy, distribution, frozen['reference'], tokens_BT, live_B, schedule.micro)
+      batch = batch.replace(reference_logp_PGT=logp_BT.reshape(batch.shape))
     batch, transform_state, corrected = chain.after_score(batch, transform_state, **extra)
     state, learned = _learn(state, batch)
     learned['update/bad_in_a_row'] = masked.count(state.bad)
@@ -132,7 +145,7 @@ def make_train_step(
     )
     rows = jax.lax.stop_gradient(rows)
     known_BT = rows.behaviour_logp_BT if rows.proximal_logp_BT is None else rows.proximal_logp_BT
-    scalars = objective.loss.prepare(_flatten(rows, known_BT, rows.keep_BT))
+    scalars = objective.loss.prepare(_flatten(rows, known_BT))
 
     def of_microbatch(rows: Rows) -> tuple[Array, PyTree, Report]:
       value = lambda params: _weighted_loss(params, rows, scalars)
@@ -143,12 +156,10 @@ def make_train_step(
     return _apply(state, loss, gradient, jnp.any(live_B), report)
 
   def _weighted_loss(params: PyTree, rows: Rows, scalars: PyTree) -> tuple[Array, Report]:
-    learner_BT, inside_BT, entropy_BT = score(policy, distribution, params, rows.tokens_BT)
-    keep_BT = rows.keep_BT * inside_BT
-    tokens = _flatten(rows, learner_BT, keep_BT)
+    learner_BT, _, entropy_BT = score(policy, distribution, params, rows.tokens_BT)
+    tokens = _flatten(rows, learner_BT)
     loss_n, report = objective.loss.value(tokens, scalars)
     report = {**report, **_gap(tokens), 'policy/entropy': masked.average(entropy_BT.reshape(-1), tokens.keep_n)}
-    report['gap/outside'] = masked.average(~inside_BT, rows.keep_BT)
     weight_n = rows.weight_B[tokens.row_n] * tokens.coefficient_n
     return masked.total(loss_n, weight_n), report
 
@@ -190,7 +201,7 @@ def _rows(x: Array | None) -> Array | None:
   return None if x is None else x.reshape(-1, *x.shape[2:])
 
 
-def _flatten(rows: Rows, learner_BT: Array, keep_BT: Array) -> Tokens:
+def _flatten(rows: Rows, learner_BT: Array) -> Tokens:
   count, length = rows.tokens_BT.shape
   flat = lambda x_BT: None if x_BT is None else x_BT.reshape(-1)
   proximal_BT = lax.stop_gradient(learner_BT) if rows.proximal_logp_BT is None else rows.proximal_logp_BT
@@ -200,8 +211,8 @@ def _flatten(rows: Rows, learner_BT: Array, keep_BT: Array) -> Tokens:
     behaviour_logp_n=flat(rows.behaviour_logp_BT),
     reference_logp_n=flat(rows.reference_logp_BT),
     advantage_n=flat(rows.advantage_BT),
-    keep_n=flat(keep_BT),
-    coefficient_n=flat(keep_BT * rows.correction_BT),
+    keep_n=flat(rows.keep_BT),
+    coefficient_n=flat(rows.keep_BT * rows.correction_BT),
     row_n=jnp.repeat(jnp.arange(count), length),
     rows=count,
   )

@@ -133,8 +133,16 @@ def reads_score(members: Sequence[Transform], loss: Loss, updates: int) -> Score
   )
 
 
-def check(members: Sequence[Transform], loss: Loss, shape: tuple[int, int, int]) -> None:
-  """Raises ConfigError if these members cannot work on a batch of shape (P, G, T), in this order, with this loss."""
+def check(members: Sequence[Transform], loss: Loss, shape: tuple[int, int, int], updates: int = 1) -> None:
+  """Raises ConfigError if these members cannot work on a batch of shape (P, G, T), in this order, with this loss.
+
+  `updates` is the number of optimizer steps per batch.
+  """
+  if updates > 1 and PROXIMAL not in loss.reads:
+    raise ConfigError(
+      f'The loss compares with no earlier policy, so it is wrong from the second update on a batch, but epochs * '
+      f'minibatches is {updates}. Set both to 1, or use a loss with a ratio, such as ppo_clip.'
+    )
   specs = [member.spec for member in members]
   _check_order(specs)
   _check_pairs(specs)
