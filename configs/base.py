@@ -54,7 +54,7 @@ def get_config() -> ConfigDict:
       'learning_rate': 3e-4,
       'warmup': 0,  # updates of linear warm-up
       'decay': 'constant',  # constant, cosine, linear
-      'decay_steps': 0,  # updates until the end of the decay
+      'decay_steps': 0,  # updates until the end of the decay; 0: the whole run
       'decay_to': 0.1,  # learning rate at its end, as a share
       'clip': 1.0,  # largest global norm of the gradient; 0: no clipping
       'options': {'b2': 0.98, 'weight_decay': 0.0},  # keyword arguments of the optax optimizer

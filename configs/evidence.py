@@ -1,6 +1,7 @@
-"""The small run that ablations compare forks of: countdown, a warm start shared by all, at most 3 minutes on 2 CPU cores.
+r"""The small run that ablations compare forks of: quickstart cut short, at most 3 minutes on 2 CPU cores.
 
-python -m experiments.ablate --config=configs/evidence.py --forks=configs/pods.py,configs/dynamic.py --seeds=3 --out=runs/ablation
+  python -m experiments.ablate --config=configs/evidence.py \
+    --forks=configs/pods.py,configs/dynamic.py --seeds=3 --out=runs/ablation
 """
 
 from configs import quickstart
@@ -8,6 +9,7 @@ from configs import quickstart
 
 def get_config():
   config = quickstart.get_config()
-  config.steps = 240
-  config.evaluation.every = 40
+  config.rollout.group = 8
+  config.steps = 400
+  config.checkpoint.every = config.evaluation.every = 50
   return config

@@ -1,6 +1,6 @@
 """Learns countdown (make a number from three others) by RL from a warm start that is well short of mastery.
 
-bash scripts/quickstart.sh
+  bash scripts/quickstart.sh
 """
 
 from configs import base
@@ -9,8 +9,10 @@ from configs import base
 def get_config():
   config = base.get_config()
   config.task = 'countdown'
-  config.rollout.prompt_length = 16
-  config.rollout.answer_length = 16
-  config.sft.steps = 400
-  config.steps = 400
+  config.rollout.prompt_length, config.rollout.answer_length = 12, 10
+  config.rollout.group, config.rollout.slots, config.microbatch = 16, 128, 64
+  config.sft.steps, config.sft.decay_to = 200, 1.0  # cut short
+  config.optimizer.learning_rate, config.optimizer.decay, config.optimizer.decay_to = 5e-4, 'linear', 0.05
+  config.steps = 1600
+  config.checkpoint.every = config.evaluation.every = 200
   return config

@@ -82,9 +82,11 @@ def build_base(config: ConfigDict) -> Base:
 
 
 def build_tx(config: ConfigDict) -> optax.GradientTransformation:
-  """The optimizer of RL."""
+  """The optimizer of RL; a decay without a length ends with the run."""
   section = config.optimizer.to_dict()
   del section['bad_updates']
+  updates = config.steps * config.epochs * config.minibatches
+  section['decay_steps'] = section['decay_steps'] or max(updates - section['warmup'], 1)
   return optimizer(section.pop('name'), **section)
 
 
