@@ -234,3 +234,17 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path):
   done = len(lines(tmp_path))
   assert f'stopped at step {done} of 100000 and saved' in said
   assert (tmp_path / 'checkpoints' / f'{done:08d}').is_dir()
+
+
+@pytest.mark.usefixtures('quick_compile')
+def test_eight_devices_take_the_same_steps_as_one_and_a_checkpoint_moves_between_them(machine):
+  """2 data x 2 fsdp x 2 tensor: a whole run with lag, a table and several updates; cut there, it goes on on one device."""
+  changes = dict(checkpoint__every=2, curriculum='pass_rate', rollout__lag=1, minibatches=2, optimizer__learning_rate=1e-3)
+  one, eight = machine('one', **changes), machine('eight', mesh__train=(2, 2, 2), **changes)
+  one.go(3)
+  eight.go(3, until=2)
+  dataclasses.replace(one, folder=eight.folder).go(3)
+  for single, spread in zip(lines(one.folder), lines(eight.folder), strict=True):
+    assert spread['prompts'] == single['prompts']
+    for name in ('tok/decoded', 'reward/accuracy', 'loss/total', 'update/norm', 'policy/entropy'):
+      assert spread[name] == pytest.approx(single[name], rel=1e-3, abs=1e-4), name
