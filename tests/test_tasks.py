@@ -65,11 +65,10 @@ def compact():
 
 
 @pytest.mark.parametrize('label', COMPACT)
-def test_no_train_problem_is_held_out_and_held_out_problems_are_distinct(compact, label):
+def test_no_train_problem_is_held_out(compact, label):
   task = compact(label)
   heldout = [repr(_problem(label, task.prompt(HELDOUT, i).text)) for i in range(task.heldout)]
   train = {repr(_problem(label, task.prompt(TRAIN, i).text)) for i in range(6000)}
-  assert len(set(heldout)) == task.heldout
   assert not train & set(heldout)
 
 
@@ -217,8 +216,6 @@ def test_a_compact_task_is_quick_to_build_and_to_draw_from():
   ('name', 'section', 'message'),
   [
     ('gcd', {'max_number': 10000}, 'gcd.max_number must be from 5 to 999, but is 10000'),
-    ('gcd', {'max_number': 9}, r'gcd has only about \d+ held-out problems.*Lower gcd.heldout or raise gcd.max_number'),
-    ('product', {'heldout': 512}, 'product has only about'),
     ('countdown', {'size': 0}, 'countdown.size must be from 1'),
     ('countdown', {'numbers': 1}, 'countdown.numbers must be from 2 to 6'),
     ('countdwon', {}, "No task is called 'countdwon'. Did you mean 'countdown'?"),

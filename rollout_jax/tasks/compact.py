@@ -8,8 +8,8 @@ wording is gone and each has a worked demonstration:
   32*4=          120+8#128
 
 What counts as one problem: for gcd and product the pair in either order, for countdown the numbers in any order with the
-target. A hash of that puts a quarter of all problems on the held-out side, the same quarter for every seed. Train prompts
-are drawn one by one and may repeat; held-out prompts are distinct problems, drawn once, when the task is built.
+target. A hash of that puts a quarter of all problems on the held-out side, the same quarter for every seed. Train
+and held-out prompts are drawn alike, one by one, each from its side: a small set of problems has repeats on both.
 """
 
 import math
@@ -105,36 +105,19 @@ def _task(
   seed: int,
 ) -> Task:
   check_range(f'{name}.size', size, 1, 2**31 - 1)
-  check_range(f'{name}.heldout', heldout, 1, 2**20)
-  rng = random.Random(f'{seed} {HELDOUT}')
-  distinct: dict[str, Prompt] = {}
-  for _ in range(heldout):
-    drawn = _first(draw, rng, HELDOUT, distinct)
-    if drawn is None:
-      raise ConfigError(
-        f'{name} has only about {len(distinct)} held-out problems at this difficulty, but {name}.heldout is {heldout}. '
-        f'Lower {name}.heldout or raise {name}.max_number.'
-      )
-    distinct[drawn[0]] = drawn[1]
-  fixed = tuple(distinct.values())
+  check_range(f'{name}.heldout', heldout, 1, 2**31 - 1)
 
   def prompt(split: str, index: int) -> Prompt:
-    if split == HELDOUT:
-      return fixed[index]
-    drawn = _first(draw, random.Random(f'{seed} {TRAIN} {index}'), TRAIN, ())
-    assert drawn is not None, f'{name}: no problem is on the train side'
-    return drawn[1]
+    rng = random.Random(f'{seed} {split} {index}')
+    for _ in range(TRIES):
+      key, drawn = draw(rng)
+      if side(key, SHARE) == split:
+        return drawn
+    raise ConfigError(f'{name} has hardly a problem on the {split} side at this difficulty: raise {name}.max_number.')
 
+  for split in (TRAIN, HELDOUT):
+    prompt(split, 0)
   return Task(size, heldout, prompt, verify, ALPHABET, *longest)
-
-
-def _first(draw: Draw, rng: random.Random, split: str, taken) -> tuple[str, Prompt] | None:
-  """The first problem drawn that is on this side and not taken; None if there hardly is one."""
-  for _ in range(TRIES):
-    key, prompt = draw(rng)
-    if side(key, SHARE) == split and key not in taken:
-      return key, prompt
-  return None
 
 
 def _verify_result(prompt: Prompt, text: str) -> Verdict:
