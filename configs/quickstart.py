@@ -11,8 +11,8 @@ def get_config():
   config.task = 'countdown'
   config.rollout.prompt_length, config.rollout.answer_length = 12, 10
   config.rollout.group, config.rollout.slots, config.microbatch = 16, 128, 64
-  config.sft.steps, config.sft.decay_to = 200, 1.0  # cut short
+  config.sft.steps, config.sft.decay_to = 180, 1.0  # cut short
   config.optimizer.learning_rate, config.optimizer.decay, config.optimizer.decay_to = 5e-4, 'linear', 0.05
-  config.steps = 1600
-  config.checkpoint.every = config.evaluation.every = 200
+  config.steps = 2200
+  config.checkpoint.every = config.evaluation.every = 220
   return config
