@@ -1,16 +1,18 @@
 """Learns Euclid's algorithm by RL: answers are worked, so their length varies with the difficulty.
 
-python -m experiments.train --config=configs/gcd.py --workdir=runs/gcd
+  python -m experiments.train --config=configs/gcd.py --workdir=runs/gcd
 """
 
-from configs import base
+from configs import quickstart
 
 
 def get_config():
-  config = base.get_config()
+  config = quickstart.get_config()
   config.task = 'gcd'
-  config.rollout.prompt_length = 16
-  config.rollout.answer_length = 80
-  config.sft.steps = 200
-  config.steps = 150
+  config.rollout.prompt_length, config.rollout.answer_length = 10, 77
+  config.microbatch = 32
+  config.sft.steps = 100
+  config.optimizer.learning_rate = 3e-4
+  config.steps = 500
+  config.checkpoint.every = config.evaluation.every = 50
   return config
