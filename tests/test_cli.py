@@ -102,7 +102,7 @@ def test_a_malformed_line_of_data_is_named(tmp_path):
   assert code != 0 and 'problems.jsonl' in said and '2' in said and 'Traceback' not in said
 
 
-@pytest.mark.parametrize(('size', 'file'), [(20_000, 'checkpoint'), (1_000_000, 'metrics.jsonl')])
+@pytest.mark.parametrize(('size', 'file'), [(20_000, 'checkpoint'), (500_000, 'metrics.jsonl')])
 def test_a_full_disk_stops_the_run_and_loses_nothing(tmp_path, size, file):
   """RLIMIT_FSIZE stands in for a disk that is full: no file may grow beyond a size that the run soon needs."""
   limited = (
@@ -114,8 +114,9 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(tmp_path, size, file):
   done = subprocess.run([sys.executable, '-c', limited, *flags], cwd=ROOT, capture_output=True, text=True, check=False)
   said = done.stdout + done.stderr
   assert done.returncode != 0 and 'Cannot ' in said and file in said and 'Free some space' in said, said
-  for line in (tmp_path / 'metrics.jsonl').read_text().splitlines():
-    json.loads(line)
+  if file == 'metrics.jsonl':
+    for line in (tmp_path / file).read_text().splitlines():
+      json.loads(line)
 
 
 def test_help_names_the_flags():
