@@ -1,6 +1,6 @@
 """Learns Euclid's algorithm by RL: answers are worked, so their length varies with the difficulty.
 
-  python -m experiments.train --config=configs/gcd.py --workdir=runs/gcd
+python -m experiments.train --config=configs/gcd.py --workdir=runs/gcd
 """
 
 from configs import quickstart

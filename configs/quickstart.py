@@ -1,6 +1,6 @@
 """Learns countdown (make a number from three others) by RL from a warm start that is well short of mastery.
 
-  bash scripts/quickstart.sh
+bash scripts/quickstart.sh
 """
 
 from configs import base

@@ -122,7 +122,9 @@ class RolloutBatch:
   keep_PGT: Array  # float32 0/1, is in the loss; as collected: exists and decoded and judged
   correction_PGT: Array  # float32, positive weight
   # Filled on the way; None until the one writer has written.
-  original_PG: Array | None = None  # float32, tokens in the loss before the first filter; rows that a selector removed stay
+  original_PG: Array | None = (
+    None  # float32, tokens in the loss before the first filter; rows that a selector removed stay
+  )
   proximal_logp_PGT: Array | None = None
   reference_logp_PGT: Array | None = None
   value_PGT: Array | None = None

@@ -8,4 +8,5 @@ environment test
 export ROLLOUT_JAX_CACHE=${ROLLOUT_JAX_CACHE:-$root/.cache/jax}
 mkdir -p "$ROLLOUT_JAX_CACHE"
 "$python" -m ruff check .
+"$python" -m ruff format --check .
 "$python" -m pytest "$@"

@@ -17,7 +17,7 @@ import pytest
 from configs import base
 from rollout_jax import loop, warm_start
 from rollout_jax.build import build, build_verifier
-from rollout_jax.run import run
+from rollout_jax.run import evaluate_folder, run
 from rollout_jax.tasks import product
 from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.types import ConfigError
@@ -157,6 +157,11 @@ def test_learning_rate_zero_stays_flat(machine):
   )
 
 
+def test_a_gap_between_sampled_and_scored_log_probs_is_worth_a_warning(machine, capsys):
+  machine(log__gap_alarm=1e-12, transforms=('combine_rewards', 'group_advantage')).go(1)
+  assert 'log.gap_alarm' in capsys.readouterr().out
+
+
 def test_lag_is_the_number_of_versions_between_sampling_and_training(machine):
   runner = machine(rollout__lag=2)
   runner.go(5)
@@ -178,6 +183,7 @@ def test_a_run_leaves_its_files_and_a_second_call_finds_it_finished(tmp_path, ca
   row = json.loads((tmp_path / 'rollouts.jsonl').read_text().splitlines()[0])
   assert {'prompt_text', 'text', 'verdict', 'reward', 'stop', 'versions'} <= row.keys()
   assert list((tmp_path / 'tensorboard').iterdir())
+  assert evaluate_folder(config, str(tmp_path))['greedy'] == summary['accuracy']['after']
   assert run(config, str(tmp_path)) == summary and 'finished' in capsys.readouterr().out
 
 
@@ -239,7 +245,9 @@ def test_sigterm_saves_and_ends_cleanly(tmp_path):
 @pytest.mark.usefixtures('quick_compile')
 def test_eight_devices_take_the_same_steps_as_one_and_a_checkpoint_moves_between_them(machine):
   """2 data x 2 fsdp x 2 tensor: a whole run with lag, a table and several updates; cut there, it goes on on one device."""
-  changes = dict(checkpoint__every=2, curriculum='pass_rate', rollout__lag=1, minibatches=2, optimizer__learning_rate=1e-3)
+  changes = dict(
+    checkpoint__every=2, curriculum='pass_rate', rollout__lag=1, minibatches=2, optimizer__learning_rate=1e-3
+  )
   one, eight = machine('one', **changes), machine('eight', mesh__train=(2, 2, 2), **changes)
   one.go(3)
   eight.go(3, until=2)

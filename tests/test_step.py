@@ -162,7 +162,9 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
   'sampling', [distribution(), distribution(temperature=0.7), distribution(temperature=1.3, top_p=0.9)]
 )
 def test_the_first_ratio_on_policy_is_one(sampling):
-  logp = lambda tokens_BT: machines.full_forward(machines.POLICY.init(machines.keys.named(0, 'init')), tokens_BT, sampling)
+  logp = lambda tokens_BT: machines.full_forward(
+    machines.POLICY.init(machines.keys.named(0, 'init')), tokens_BT, sampling
+  )
   trainer = Trainer(sampling=sampling, epochs=2, minibatches=2)
   _, report = trainer(trainer.start(), machines.batch(correct=CORRECT, logp=logp))
   assert report['gap/mean'] < 1e-5 and report['gap/ratio'] == pytest.approx(1, abs=1e-5)
@@ -197,7 +199,9 @@ def test_the_ledger_counts_what_a_chain_takes_out():
   _, report = change(Trainer(members=members), batch)
   assert report['ledger/rows'] == 16 and report['ledger/trained_rows'] == 4
   assert report['dropped/drop_degenerate'] == 8 and report['dropped/pods'] == 4
-  assert report['ledger/decoded'] == batch.keep_PGT.sum() and 0 < report['ledger/trained'] < report['ledger/decoded'] / 2
+  assert (
+    report['ledger/decoded'] == batch.keep_PGT.sum() and 0 < report['ledger/trained'] < report['ledger/decoded'] / 2
+  )
 
 
 def test_learning_rate_zero_changes_nothing_and_stays_on_policy():
@@ -206,3 +210,22 @@ def test_learning_rate_zero_changes_nothing_and_stays_on_policy():
   state, report = trainer(state, machines.batch(correct=CORRECT))
   np.testing.assert_array_equal(flat(state.params['policy']), flat(trainer.start().params['policy']))
   assert report['gap/mean'] < 1e-5
+
+
+def test_a_token_outside_the_sampling_set_leaves_numerator_and_denominator_alike():
+  """Behaviours U3: random tokens lie mostly outside the top 8; leaving them out by hand gives the same step."""
+  narrow = distribution(top_k=8)
+  batch = machines.batch(correct=CORRECT)
+  params = machines.POLICY.init(machines.keys.named(0, 'init'))
+  tokens_BT = jnp.asarray(batch.tokens_PGT.reshape(P * G, -1))
+  position_BT = jnp.broadcast_to(jnp.arange(tiny.T)[None, :], tokens_BT.shape)
+  logits_BTV = machines.POLICY.logits(params, machines.POLICY.hidden(params, tokens_BT, position_BT))
+  inside_BT = np.asarray(narrow.score(logits_BTV[:, :-1], tokens_BT[:, 1:])[1])
+  inside_PGT = np.pad(inside_BT, ((0, 0), (1, 0)), constant_values=True).reshape(batch.tokens_PGT.shape)
+  by_hand = batch.replace(keep_PGT=batch.keep_PGT * inside_PGT)
+  for mode in ('token_mean', 'seq_mean_token_mean'):
+    expected, _ = change(Trainer(sampling=narrow, mode=mode), by_hand)
+    moved, report = change(Trainer(sampling=narrow, mode=mode), batch)
+    np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=2e-6)
+    assert 0.5 < report['gap/outside'] < 1 and np.isfinite(report['loss/total'])
+    assert report['ledger/trained'] < report['ledger/decoded'] / 2
