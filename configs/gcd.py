@@ -9,7 +9,7 @@ from configs import quickstart
 def get_config():
   config = quickstart.get_config()
   config.task = 'gcd'
-  config.rollout.prompt_length, config.rollout.answer_length = 10, 77
+  config.rollout.prompt_length, config.rollout.answer_length = 10, 76
   config.microbatch = 32
   config.sft.steps = 100
   config.optimizer.learning_rate = 3e-4

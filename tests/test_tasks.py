@@ -108,7 +108,7 @@ def test_the_stated_length_of_gcd_is_that_of_its_longest_demonstration(max_numbe
   def euclid(a, b):
     steps = []
     while b:
-      steps.append(f'{a}%{b}={a % b}')
+      steps.append(f'{a}-{a // b * b}={a % b}')
       a, b = b, a % b
     return ';'.join(steps) + f'#{a}'
 
@@ -123,7 +123,7 @@ def test_the_compact_tasks_share_a_vocabulary_of_64():
 
 
 def test_gcd_and_product_ask_for_what_they_say(compact):
-  assert tasks.gcd(heldout=1).verify(Prompt('gcd 31 76>', '1'), '31%76=31;76%31=14#1').outcome is Outcome.CORRECT
+  assert tasks.gcd(heldout=1).verify(Prompt('gcd 31 76>', '1'), '31-0=31;76-62=14#1').outcome is Outcome.CORRECT
   for i in range(300):
     a, b = _problem('gcd', compact('gcd').prompt(TRAIN, i).text)
     assert compact('gcd').prompt(TRAIN, i).answer == str(greatest(a, b))
@@ -137,7 +137,7 @@ def test_gcd_and_product_ask_for_what_they_say(compact):
 @pytest.mark.parametrize(
   ('text', 'outcome'),
   [
-    ('15%6=3;6%3=0#3', Outcome.CORRECT),
+    ('15-12=3;6-6=0#3', Outcome.CORRECT),
     ('#3', Outcome.CORRECT),
     ('#1#3', Outcome.CORRECT),
     ('#3#1', Outcome.WRONG),

@@ -3,7 +3,7 @@
 gcd and countdown are the problems of the datasets of that name, product those of `products` with a one-digit factor; the
 wording is gone and each has a worked demonstration:
 
-  gcd 31 76>     31%76=31;76%31=14;31%14=3;14%3=2;3%2=1;2%1=0#1     Euclid; lengths vary with difficulty
+  gcd 31 76>     31-0=31;76-62=14;31-28=3;14-12=2;3-2=1;2-2=0#1     Euclid; lengths vary with difficulty
   8 19 18:9>     8+19-18                                            countdown; many right answers, all accepted
   32*4=          120+8#128
 
@@ -150,9 +150,10 @@ def _value(numbers: Sequence[int], signs: Sequence[str]) -> int:
 
 
 def _euclid(a: int, b: int) -> str:
+  """Each remainder as a difference, a multiple of b away from a: subtracting carries over to pairs never seen."""
   steps = []
   while b:
-    steps.append(f'{a}%{b}={a % b}')
+    steps.append(f'{a}-{a - a % b}={a % b}')
     a, b = b, a % b
   return ';'.join(steps)
 
@@ -168,7 +169,7 @@ def _longest_euclid(max_number: int) -> int:
   length = np.zeros_like(a)
   while b.any():
     rest = a % np.maximum(b, 1)
-    length += np.where(b > 0, _digits(a) + _digits(b) + _digits(rest) + 3, 0)
+    length += np.where(b > 0, _digits(a) + _digits(a - rest) + _digits(rest) + 3, 0)
     a, b = np.where(b > 0, b, a), np.where(b > 0, rest, 0)
   return int((length + _digits(a)).max())
 
