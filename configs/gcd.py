@@ -1,6 +1,8 @@
 """Learns Euclid's algorithm by RL: answers are worked, so their length varies with the difficulty.
 
 python -m experiments.train --config=configs/gcd.py --workdir=runs/gcd
+
+So far it learns the train prompts far better than held-out ones: see the results in README.
 """
 
 from configs import quickstart
