@@ -1,6 +1,8 @@
 """Learns countdown (make a number from three others) by RL from a warm start that is well short of mastery.
 
 bash scripts/quickstart.sh
+
+About 8 minutes on 2 CPU cores; held-out greedy accuracy goes from 0.29-0.36 to 0.58-0.59 (three seeds).
 """
 
 from configs import base
