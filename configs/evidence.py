@@ -4,8 +4,6 @@ r"""The small run that ablations compare forks of: quickstart cut short, at most
     --forks=configs/pods.py,configs/dynamic.py --seeds=3 --out=runs/ablation
 
 Alone on 2 CPU cores a run takes 88 s, a warm start of its own included; seed 0 goes from 0.287 to 0.443.
-
-Alone on 2 CPU cores a run takes 88 s, a warm start of its own included; seed 0 goes from 0.287 to 0.443.
 """
 
 from configs import quickstart

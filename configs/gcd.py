@@ -3,8 +3,6 @@
 python -m experiments.train --config=configs/gcd.py --workdir=runs/gcd
 
 So far it learns the train prompts far better than held-out ones: see the results in README.
-
-So far it learns the train prompts far better than held-out ones: see the results in README.
 """
 
 from configs import quickstart
