@@ -28,7 +28,7 @@ def main() -> None:
   from rollout_jax import report
   from rollout_jax.writers import say, write_json
 
-  overrides = [argument for argument in sys.argv[1:] if argument.startswith('--config.')]
+  overrides = cli.overrides(sys.argv[1:])
   out, files = _checked()
   warm = out / 'warm_start'
   _python('experiments.sft', files['base'], warm, overrides)
@@ -52,14 +52,17 @@ def _checked() -> tuple[pathlib.Path, dict[str, str]]:
   if cli.CONFIG.value is None or OUT.value is None:
     raise ConfigError('--config and --out are both needed: the config to start from and the folder for the results.')
   base = cli.config_argument(sys.argv)
-  files = {'base': base}
+  files, taken = {'base': base}, {'base', 'warm_start'}
   for fork in FORKS.value:
     path = pathlib.Path(fork.partition(':')[0])
     if not path.is_file():
       raise ConfigError(f'--forks: there is no file {fork}.')
-    if path.stem in files:
-      raise ConfigError(f'--forks: two forks are called {path.stem}; rename one file.')
+    if path.stem in taken:
+      raise ConfigError(
+        f'--forks: the folder {path.stem} in --out is taken already; copy {fork} to a file of another name.'
+      )
     files[path.stem] = fork
+    taken.add(path.stem)
   return pathlib.Path(OUT.value), files
 
 

@@ -97,6 +97,15 @@ def config_argument(argv: Sequence[str]) -> str:
   return values[-1] if values else ''
 
 
+def overrides(argv: Sequence[str]) -> list[str]:
+  """The arguments that set fields of the config, as --config.x=1 or as two words."""
+  field = lambda argument: argument.startswith(('--config.', '-config.'))
+  second = lambda before, argument: field(before) and '=' not in before and not argument.startswith('--')
+  return [
+    argument for before, argument in zip(['', *argv], argv, strict=False) if field(argument) or second(before, argument)
+  ]
+
+
 def _fields(path: str) -> dict[str, object]:
   """The fields of a config file by dotted name, with their values; none without a file."""
   import importlib.util

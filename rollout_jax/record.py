@@ -8,11 +8,14 @@ t/host         packing the batch and sending it to the device
 t/update       the training step, beside which the line of the step before is written
 t/step         the sum of t/rollout, t/host and t/update
 t/compile      tracing and compiling (or reading the compilation cache) during the step
+idle/train     share of t/step in which no training step ran; idle/rollout: share in which no round did. Both parts share the
+               devices, so this says who waits for whom, not that devices are idle
 rate/decoded   decoded tokens per second of t/rollout
 t/verify       seconds of the verifiers' work, in their own processes
 total/...      sums over the run so far: decoded and trained tokens, t/step as seconds and times devices as device_seconds,
                t/compile as compile_seconds
 len/trained    trained tokens per row with a trained token: far from len/mean, lengths are selected
+tok/trained_effective  trained tokens at which the loss has a gradient, by loss/effective
 """
 
 import dataclasses
@@ -72,8 +75,12 @@ def record(parts: Parts, pending: Pending, report: Report, before: Ledger, total
     **measure(pending.result, pending.step - 1),
     'len/trained': ledger.trained / max(ledger.rows_trained, 1),
     **{name.replace('.', '/'): value for name, value in ledger.to_dict().items()},
+    'tok/prefill_cached': ledger.prefill_requested - ledger.prefill_computed,
+    'tok/trained_effective': round(counts['loss/effective'] * ledger.trained),
     **times,
     't/step': seconds,
+    'idle/train': 1 - times['t/update'] / seconds,
+    'idle/rollout': 1 - times['t/rollout'] / seconds,
     'rate/decoded': usage.decoded / max(times['t/rollout'], 1e-9),
     **{f'total/{name}': value for name, value in totals.items()},
     'prompts': [group.prompt for group in pending.result.groups],

@@ -86,10 +86,13 @@ class Writers:
 
 
 def say(text: str) -> None:
-  """Prints a line on the console, above any progress bar; process 0 only."""
+  """Prints a line on the console, above any progress bar; process 0 only. A run outlives the reader of its console."""
   if jax.process_index() == 0:
-    tqdm.write(text, file=sys.stdout)
-    sys.stdout.flush()
+    try:
+      tqdm.write(text, file=sys.stdout)
+      sys.stdout.flush()
+    except BrokenPipeError:
+      sys.stdout = open(os.devnull, 'w')
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.writers import Writers
 
 SHOWN = ('accuracy {reward/accuracy:.2f}',)
-TIMES = ('t/', 'rate/', 'total/seconds', 'total/device_seconds', 'total/compile_seconds')
+TIMES = ('t/', 'rate/', 'idle/', 'total/seconds', 'total/device_seconds', 'total/compile_seconds')
 
 
 @dataclasses.dataclass

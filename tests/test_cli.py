@@ -119,6 +119,20 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(tmp_path, size, file):
       json.loads(line)
 
 
+def test_overrides_are_one_word_or_two():
+  argv = [
+    '--config=a.py',
+    '--config.steps=3',
+    '--seeds',
+    '2',
+    '--config.rollout.group',
+    '8',
+    '--out=d',
+    '--config.flag',
+  ]
+  assert cli.overrides(argv) == ['--config.steps=3', '--config.rollout.group', '8', '--config.flag']
+
+
 def test_help_names_the_flags():
   code, said = call('--helpshort', module='experiments.ablate')
   assert '--forks' in said and '--seeds' in said

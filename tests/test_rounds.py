@@ -1,5 +1,7 @@
 """From rows to a batch, and from a round to its numbers, on a hand-made round."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -37,6 +39,7 @@ def hand_made():
     (Verdict(Outcome.CORRECT), Verdict(Outcome.TIMEOUT, 'limit of 1 s')),
   )
   usage = Usage(issued=4, chunks=2, forwards=5, slot_steps=20, decoded=12, prefill_requested=8, prefill_computed=4)
+  usage.ended.extend([1, 2, 4, 5])
   return Round((first, second), usage)
 
 
@@ -83,12 +86,21 @@ def test_every_metric_of_a_hand_made_round():
     'engine/occupancy': 0.6,
     'engine/forwards': 5,
     'engine/shared_prefill': 0.5,
+    'bubble/frac': 0.4,
+    'bubble/tail_80': 0.0,  # four rows: 80 % of them are all four
     'lag/mean': (7 * 1 + 5 * 2) / 12,
     'lag/max': 2.0,
     'lag/span': 1,
+    'lag/histogram': [0, 7, 5],
   }
   for name, value in expected.items():
     assert metrics[name] == pytest.approx(value), name
+
+
+def test_the_tail_is_what_runs_after_most_rows_have_finished():
+  long = dataclasses.replace(hand_made().usage, forwards=100, ended=[30] * 10 + [50] * 6 + [60, 70, 90, 100])
+  metrics = measure(Round(hand_made().groups, long), version=4)
+  assert metrics['bubble/tail_80'] == pytest.approx(0.5) and metrics['bubble/tail_95'] == pytest.approx(0.1)
 
 
 def test_the_times_of_a_round_leave_compiling_out():

@@ -149,12 +149,16 @@ def flaky(*, heldout: int = 8):
 
 def test_learning_rate_zero_stays_flat(machine):
   runner = machine(optimizer__learning_rate=0.0)
-  run = runner.go(4)
+  state = runner.go(4).state
   assert all(line['gap/mean'] < 1e-5 and line['gap/above_0.001'] == 0 for line in lines(runner.folder))
   fresh = warm_start.random_params(machine().parts.base, 0)
   jax.tree.map(
-    np.testing.assert_array_equal, jax.tree.map(np.array, run.state.params['policy']), jax.tree.map(np.array, fresh)
+    np.testing.assert_array_equal, jax.tree.map(np.array, state.params['policy']), jax.tree.map(np.array, fresh)
   )
+  changes = dict(optimizer__learning_rate=0.0, steps=4, evaluation__every=1, sft__steps=20, evaluation__samples=2)
+  curve = run(shrink(base.get_config(), **changes), str(runner.folder / 'whole'))['curve']
+  scores = [{name: x for name, x in point.items() if name in ('greedy', 'mean@2', 'pass@2')} for point in curve]
+  assert len(scores) == 5 and scores == [scores[0]] * 5
 
 
 def test_a_gap_between_sampled_and_scored_log_probs_is_worth_a_warning(machine, capsys):
@@ -209,32 +213,45 @@ def train(folder, *flags, wait=True):
   return process.communicate()[0] if wait else process
 
 
-def wait_for_lines(folder, count, process):
+def wait_until(holds, process):
+  while process.poll() is None and not holds():
+    time.sleep(0.01)
+
+
+def has_lines(folder, count):
   path = folder / 'metrics.jsonl'
-  while process.poll() is None and not (path.exists() and path.read_text().count('\n') >= count):
-    time.sleep(0.02)
+  return path.exists() and path.read_text().count('\n') >= count
 
 
 def test_kill_9_and_the_same_command_again_give_the_same_metrics(tmp_path):
-  """Slow: four processes, each of which starts JAX and loads its programs from the compilation cache."""
-  train(tmp_path / 'whole')
-  for attempt, count in enumerate((1, 4)):
-    process = train(tmp_path / 'cut', wait=False)
-    wait_for_lines(tmp_path / 'cut', count, process)
-    assert process.poll() is None, f'the run ended before kill {attempt}: {process.communicate()[0]}'
+  """Slow: processes that start JAX and load their programs from the compilation cache. One is killed in fine-tuning."""
+  cut, flags = tmp_path / 'cut', ('--config.sft.steps=400', '--config.sft.batch=8')
+  train(tmp_path / 'whole', *flags)
+  moments = (
+    lambda: (cut / 'warm_start' / 'checkpoints' / '00000100').exists(),
+    lambda: has_lines(cut, 1),
+    lambda: has_lines(cut, 4),
+  )
+  for moment in moments:
+    process = train(cut, *flags, wait=False)
+    wait_until(moment, process)
+    assert process.poll() is None, f'the run ended before it was killed: {process.communicate()[0]}'
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-  train(tmp_path / 'cut')
+    if moment is moments[0]:
+      assert not (cut / 'warm_start' / 'params').exists()
+  train(cut, *flags)
   assert len(lines(tmp_path / 'whole')) == 8
   assert lines(tmp_path / 'cut') == lines(tmp_path / 'whole')
   summaries = [json.loads((tmp_path / name / 'summary.json').read_text()) for name in ('cut', 'whole')]
   assert summaries[0]['accuracy'] == summaries[1]['accuracy']
 
 
-def test_sigterm_saves_and_ends_cleanly(tmp_path):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_cleanly(tmp_path, number):
   process = train(tmp_path, '--config.steps=100000', wait=False)
-  wait_for_lines(tmp_path, 2, process)
-  process.send_signal(signal.SIGTERM)
+  wait_until(lambda: has_lines(tmp_path, 2), process)
+  process.send_signal(number)
   said = process.communicate()[0]
   assert process.returncode == 0, said
   done = len(lines(tmp_path))

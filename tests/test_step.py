@@ -193,6 +193,17 @@ def test_only_microbatches_with_kept_rows_run():
   assert (np.asarray(order_Mm).ravel()[16:] == 16).all()
 
 
+def test_effective_tokens_are_those_at_which_the_loss_has_a_gradient():
+  batch = machines.batch(correct=CORRECT)
+  kept_P = batch.keep_PGT.sum((1, 2))
+  signal_P = CORRECT.any(1) & ~CORRECT.all(1)
+  _, report = change(Trainer(members=(combine_rewards(), group_advantage())), batch)
+  assert report['loss/effective'] == pytest.approx(kept_P[signal_P].sum() / kept_P.sum())
+  trainer = Trainer(members=(combine_rewards(), group_advantage()), kind='k2', beta=0.1)
+  _, report = trainer(trainer.start(), batch, {'reference': trainer.start(seed=1).params['policy']})
+  assert report['loss/effective'] == 1  # the penalty pulls everywhere
+
+
 def test_the_ledger_counts_what_a_chain_takes_out():
   members = (combine_rewards(), drop_degenerate(), pods(m=2), group_advantage())
   batch = machines.batch(correct=CORRECT)

@@ -143,6 +143,14 @@ def test_thousands_are_short(speed, text):
   assert console_line(1, 9, {'speed': speed}, ('{speed:k}',)) == f'step 1/9  {text}'
 
 
+def test_a_console_that_nobody_reads_any_more_stops_nothing():
+  code = "from rollout_jax.writers import say\nfor n in range(9999): say('a line')\nimport sys; print('done', file=sys.stderr)"
+  program = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  program.stdout.readline()
+  program.stdout.close()
+  assert program.stderr.read() == 'done\n' and program.wait() == 0
+
+
 def test_without_a_terminal_there_are_lines_and_no_bar(tmp_path, capsys):
   _write(tmp_path, [1, 2])
   with progress('evaluating', 3) as advance:

@@ -54,6 +54,9 @@ class Usage:
   decoded: int = 0  # tokens that were sampled
   prefill_requested: int = 0  # prompt tokens that had to be in the cache
   prefill_computed: int = 0  # of these, really computed: rows of a group that enter together share one prefill
+  ended: list[int] = dataclasses.field(
+    default_factory=list
+  )  # for each finished row, the forwards of the round until then
   decode_seconds: float = 0.0  # prefill, insert and generate, until their status is known
   reward_wait_seconds: float = 0.0  # waiting for verdicts that were due
   verify_seconds: float = 0.0  # the verifiers' work, in their own processes
@@ -207,8 +210,10 @@ def _advance(
   until_free = min(free + desk.refill, desk.slots) if more else desk.slots
   slots, status = desk.engine.generate(params, version, slots, desk.chunk, until_free)
   status = desk.fetcher('status', status)
-  grown = [int(status.length_S[s]) - lengths[s] for s, seat in enumerate(seats) if seat is not None]
+  took = {s: int(status.length_S[s]) - lengths[s] for s, seat in enumerate(seats) if seat is not None}
+  grown = took.values()
   usage.decoded += sum(grown)
+  before = usage.forwards
   usage.forwards += max(grown)
   usage.slot_steps += max(grown) * desk.slots
   lengths[:] = status.length_S.tolist()
@@ -219,5 +224,6 @@ def _advance(
   rows = to_host(taken, [seats[s].request for s in ended])
   finished = [(row, seats[s]) for row, s in zip(rows, ended, strict=True)]
   for s in ended:
+    usage.ended.append(before + took[s])
     seats[s] = None
   return slots, finished

@@ -11,11 +11,16 @@ group/pass_0, _low, _high, _1        share of groups with a pass rate of 0, belo
 engine/occupancy                    decoded tokens / slot-steps: 1 when every slot gave a token in every forward
 engine/forwards, engine/chunks      decode forwards (each over all slots), and looks at the slots
 engine/shared_prefill               share of prompt tokens that were copied from a prefill instead of computed
+bubble/frac                         1 - engine/occupancy: slot-steps that gave no token
+bubble/tail_80, bubble/tail_95      share of the round's forwards that ran after 80 % (95 %) of its rows had finished
 lag/mean, lag/max                   trained version - version of the token, over decoded tokens
 lag/span                            largest number of versions in one row
+lag/histogram                       list: decoded tokens of lag 0, 1, 2 ...
 """
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +28,7 @@ from rollout_jax.rollout.collect import Round
 from rollout_jax.types import Outcome, Source, Stop
 
 
-def measure(result: Round, version: int) -> Mapping[str, float]:
+def measure(result: Round, version: int) -> Mapping[str, Any]:
   """The numbers of the list above for a round that is about to train `version`."""
   rows = [row for group in result.groups for row in group.rows]
   outcomes = np.array([v.outcome for group in result.groups for v in group.verdicts])
@@ -70,19 +75,25 @@ def _groups(result: Round) -> Mapping[str, float]:
 
 def _engine(result: Round) -> Mapping[str, float]:
   usage = result.usage
+  occupancy, ended = usage.decoded / max(usage.slot_steps, 1), sorted(usage.ended)
+  tail = lambda share: 1 - ended[math.ceil(share * len(ended)) - 1] / usage.forwards if ended else 0.0
   return {
-    'engine/occupancy': usage.decoded / max(usage.slot_steps, 1),
+    'engine/occupancy': occupancy,
     'engine/forwards': usage.forwards,
     'engine/chunks': usage.chunks,
     'engine/shared_prefill': 1 - usage.prefill_computed / max(usage.prefill_requested, 1),
+    'bubble/frac': 1 - occupancy,
+    'bubble/tail_80': tail(0.80),
+    'bubble/tail_95': tail(0.95),
   }
 
 
-def _lag(result: Round, version: int) -> Mapping[str, float]:
+def _lag(result: Round, version: int) -> Mapping[str, Any]:
   versions = [row.version_T[row.source_T == Source.DECODED] for group in result.groups for row in group.rows]
   lag = version - np.concatenate(versions)
   return {
     'lag/mean': _mean(lag),
     'lag/max': float(lag.max(initial=0)),
     'lag/span': max(len(np.unique(v)) for v in versions),
+    'lag/histogram': np.bincount(lag).tolist(),
   }

@@ -7,6 +7,7 @@ A token outside the policy's own top-k, top-p or min-p set (it was sampled by an
 masked before anything is counted. What a step reports, each a mean over kept tokens unless said:
 
   loss/total          the minimised sum, over updates that were applied
+  loss/effective      share of kept tokens at which the loss has a gradient: an advantage or a KL, not held by a clip
   policy/entropy      of the sampling distribution where the tokens were drawn
   gap/mean, ratio     |learner - behaviour log-prob| and exp of it, signed, at the first update: on policy 0 and 1
   gap/above_X         share of tokens whose gap is more than X; gap/outside: share that was masked as above
@@ -158,10 +159,21 @@ def make_train_step(
   def _weighted_loss(params: PyTree, rows: Rows, scalars: PyTree) -> tuple[Array, Report]:
     learner_BT, _, entropy_BT = score(policy, distribution, params, rows.tokens_BT)
     tokens = _flatten(rows, learner_BT)
-    loss_n, report = objective.loss.value(tokens, scalars)
-    report = {**report, **_gap(tokens), 'policy/entropy': masked.average(entropy_BT.reshape(-1), tokens.keep_n)}
     weight_n = rows.weight_B[tokens.row_n] * tokens.coefficient_n
-    return masked.total(loss_n, weight_n), report
+
+    def weighted(learner_n: Array) -> tuple[Array, Report]:
+      loss_n, report = objective.loss.value(tokens.replace(learner_logp_n=learner_n), scalars)
+      return masked.total(loss_n, weight_n), report
+
+    slope_n = jax.grad(weighted, has_aux=True)(lax.stop_gradient(tokens.learner_logp_n))[0]
+    loss, report = weighted(tokens.learner_logp_n)
+    report = {
+      **report,
+      **_gap(tokens),
+      'policy/entropy': masked.average(entropy_BT.reshape(-1), tokens.keep_n),
+      'loss/effective': masked.average(slope_n != 0, tokens.keep_n),
+    }
+    return loss, report
 
   def _apply(
     state: TrainState, loss: Array, gradient: PyTree, any_kept: Array, report: Report
