@@ -49,9 +49,13 @@ def _outcome(task, prompt, text):
   return task.verify(prompt, text).outcome
 
 
+def _numbers(text):
+  return [int(x) for x in re.findall('[0-9]+', text)]
+
+
 def _problem(name, text):
   """What makes two compact prompts the same problem, read from their text."""
-  numbers = [int(x) for x in re.findall('[0-9]+', text)]
+  numbers = _numbers(text)
   return (sorted(numbers[:-1]), numbers[-1]) if name.startswith('countdown') else sorted(numbers)
 
 
@@ -103,18 +107,31 @@ def test_every_demonstration_is_correct_and_within_the_stated_lengths_and_alphab
     assert len(encode(prompt.demonstration)) <= task.answer_length
 
 
-@pytest.mark.parametrize('max_number', [9, 40])
-def test_the_stated_length_of_gcd_is_that_of_its_longest_demonstration(max_number):
-  def euclid(a, b):
-    steps = []
-    while b:
-      steps.append(f'{a}-{a // b * b}={a % b}')
-      a, b = b, a % b
-    return ';'.join(steps) + f'#{a}'
+def test_demonstrations_of_gcd_are_euclids_subtractions_and_as_long_as_stated():
+  task = tasks.gcd(max_number=40, max_steps=6, heldout=1)
+  lengths, pairs = set(), set()
+  for i in range(3000):
+    prompt = task.prompt(TRAIN, i)
+    a, b = pair = _numbers(prompt.text)
+    steps, _, result = prompt.demonstration.partition('#')
+    steps = [_numbers(step) for step in steps.split(';')] if steps else []
+    for step in steps:
+      a, b = (a - b, b) if a > b else (a, b - a)
+      assert step == [a, b]
+    assert a == b == int(result) == int(prompt.answer) and len(steps) <= 6
+    lengths.add(len(steps))
+    pairs.add(tuple(pair))
+  assert lengths == set(range(7))
+  assert tasks.gcd(max_number=9, max_steps=8, heldout=1).answer_length == len('9 9;') * 8 + len('#9') - 1
+  assert (40, 1) not in pairs and (1, 7) in pairs
 
-  numbers = range(1, max_number + 1)
-  longest = max(len(euclid(a, b)) for a in numbers for b in numbers)
-  assert tasks.gcd(max_number=max_number, heldout=1).answer_length == longest
+
+def test_a_share_of_the_demonstrations_of_gcd_is_terse():
+  mixed = tasks.gcd(heldout=1, terse=0.3)
+  drawn = [mixed.prompt(TRAIN, i) for i in range(2000)]
+  terse = [prompt for prompt in drawn if prompt.demonstration == f'#{prompt.answer}']
+  assert 0.27 < len(terse) / 2000 < 0.36  # equal numbers need no steps
+  assert all(mixed.verify(prompt, prompt.demonstration).outcome is Outcome.CORRECT for prompt in drawn)
 
 
 def test_the_compact_tasks_share_a_vocabulary_of_64():
@@ -123,7 +140,7 @@ def test_the_compact_tasks_share_a_vocabulary_of_64():
 
 
 def test_gcd_and_product_ask_for_what_they_say(compact):
-  assert tasks.gcd(heldout=1).verify(Prompt('gcd 31 76>', '1'), '31-0=31;76-62=14#1').outcome is Outcome.CORRECT
+  assert tasks.gcd(heldout=1).verify(Prompt('gcd 31 76>', '1'), '31 45;31 14#1').outcome is Outcome.CORRECT
   for i in range(300):
     a, b = _problem('gcd', compact('gcd').prompt(TRAIN, i).text)
     assert compact('gcd').prompt(TRAIN, i).answer == str(greatest(a, b))

@@ -46,7 +46,7 @@ def side(problem: str, share: float) -> str:
   return HELDOUT if int.from_bytes(digest, 'big') < share * 2**64 else TRAIN
 
 
-def check_range(name: str, value: int, low: int, high: int) -> None:
+def check_range(name: str, value: float, low: float, high: float) -> None:
   """Raises ConfigError unless low <= value <= high."""
   if not low <= value <= high:
     raise ConfigError(f'{name} must be from {low} to {high}, but is {value}.')

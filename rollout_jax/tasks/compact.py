@@ -3,7 +3,7 @@
 gcd and countdown are the problems of the datasets of that name, product those of `products` with a one-digit factor; the
 wording is gone and each has a worked demonstration:
 
-  gcd 31 76>     31-0=31;76-62=14;31-28=3;14-12=2;3-2=1;2-2=0#1     Euclid; lengths vary with difficulty
+  gcd 28 10>     18 10;8 10;8 2;6 2;4 2;2 2#2                       Euclid; lengths vary with difficulty
   8 19 18:9>     8+19-18                                            countdown; many right answers, all accepted
   32*4=          120+8#128
 
@@ -17,8 +17,6 @@ import random
 import re
 import string
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from rollout_jax.tasks.base import HELDOUT, TRAIN, Prompt, Task, check_range, side
 from rollout_jax.types import ConfigError, Outcome, Verdict
@@ -35,21 +33,36 @@ _RESULT = re.compile(r'[0-9]{1,12}')
 Draw = Callable[[random.Random], tuple[str, Prompt]]
 
 
-def gcd(*, max_number: int = 99, size: int = 65536, heldout: int = 512, seed: int = 0) -> Task:
+def gcd(
+  *,
+  max_number: int = 99,
+  max_steps: int = 10,
+  terse: float = 0.0,
+  size: int = 65536,
+  heldout: int = 512,
+  seed: int = 0,
+) -> Task:
   """Greatest common divisor of two numbers from 1 to `max_number`; the answer stands after the last #.
 
-  A divisor is drawn first, then two multiples of it. Of two numbers drawn freely, 61 % of the pairs have no common
-  divisor, and a policy soon learns to answer 1 without looking.
+  Any two numbers of which Euclid's subtraction makes equal ones in at most `max_steps` steps: the fewer steps, the fewer
+  pairs have no common divisor, and a policy that always answers 1 gains less. A share `terse` of the demonstrations is the
+  answer alone, without the steps, as people write too: what is imitated then holds two habits, of which one is better.
   """
   check_range('gcd.max_number', max_number, 5, 999)
+  check_range('gcd.max_steps', max_steps, 2, 99)
+  check_range('gcd.terse', terse, 0, 1)
 
   def draw(rng: random.Random) -> tuple[str, Prompt]:
-    divisor = rng.randint(1, max(max_number // 8, 1))
-    a, b = (divisor * rng.randint(1, max_number // divisor) for _ in range(2))
+    steps = None
+    while steps is None:
+      a, b = rng.randint(1, max_number), rng.randint(1, max_number)
+      steps = _subtractions(a, b, max_steps)
     result = str(math.gcd(a, b))
-    return f'{min(a, b)} {max(a, b)}', Prompt(f'gcd {a} {b}>', result, f'{_euclid(a, b)}#{result}')
+    worked = '' if rng.random() < terse else ';'.join(steps)
+    return f'{min(a, b)} {max(a, b)}', Prompt(f'gcd {a} {b}>', result, f'{worked}#{result}')
 
-  longest = len(f'gcd {max_number} {max_number}>'), _longest_euclid(max_number)
+  digits = len(str(max_number))
+  longest = len(f'gcd {max_number} {max_number}>'), max_steps * (2 * digits + 2) + digits
   return _task('gcd', draw, _verify_result, longest, size, heldout, seed)
 
 
@@ -149,30 +162,18 @@ def _value(numbers: Sequence[int], signs: Sequence[str]) -> int:
   return total + term
 
 
-def _euclid(a: int, b: int) -> str:
-  """Each remainder as a difference, a multiple of b away from a: subtracting carries over to pairs never seen."""
+def _subtractions(a: int, b: int, most: int) -> list[str] | None:
+  """The pairs of Euclid's first method, the larger number less the smaller until they are equal; None if over `most` pairs.
+
+  Every step is a subtraction of what stands right before it, so what is learned of one pair carries over to others.
+  """
   steps = []
-  while b:
-    steps.append(f'{a}-{a - a % b}={a % b}')
-    a, b = b, a % b
-  return ';'.join(steps)
+  while a != b and len(steps) <= most:
+    a, b = (a - b, b) if a > b else (a, b - a)
+    steps.append(f'{a} {b}')
+  return steps if len(steps) <= most else None
 
 
 def _by_parts(a: int, b: int) -> str:
   tens, ones = divmod(a, 10)
   return f'{tens * 10 * b}+{ones * b}#{a * b}'
-
-
-def _longest_euclid(max_number: int) -> int:
-  """Characters of the longest demonstration of gcd, over all pairs of numbers at once."""
-  a, b = np.meshgrid(np.arange(1, max_number + 1), np.arange(1, max_number + 1))
-  length = np.zeros_like(a)
-  while b.any():
-    rest = a % np.maximum(b, 1)
-    length += np.where(b > 0, _digits(a) + _digits(a - rest) + _digits(rest) + 3, 0)
-    a, b = np.where(b > 0, b, a), np.where(b > 0, rest, 0)
-  return int((length + _digits(a)).max())
-
-
-def _digits(x: np.ndarray) -> np.ndarray:
-  return 1 + (x >= 10) + (x >= 100)
