@@ -14,7 +14,7 @@ def get_config():
   config.rollout.prompt_length, config.rollout.answer_length = 12, 10
   config.rollout.prompts, config.rollout.group, config.rollout.prefill = 32, 8, 32
   config.rollout.slots, config.microbatch = 128, 64
-  config.sft.steps, config.sft.decay_to = 165, 1.0  # cut short
+  config.sft.steps, config.sft.decay_to = 140, 1.0  # cut short
   config.optimizer.learning_rate, config.optimizer.decay, config.optimizer.decay_to = 5e-4, 'linear', 0.05
   config.steps = 2200
   config.checkpoint.every = config.evaluation.every = 220
