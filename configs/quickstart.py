@@ -16,6 +16,6 @@ def get_config():
   config.rollout.slots, config.microbatch = 128, 64
   config.sft.steps, config.sft.decay_to = 140, 1.0  # cut short
   config.optimizer.learning_rate, config.optimizer.decay, config.optimizer.decay_to = 5e-4, 'linear', 0.05
-  config.steps = 2200
-  config.checkpoint.every = config.evaluation.every = 220
+  config.steps = 1600
+  config.checkpoint.every = config.evaluation.every = 160
   return config
