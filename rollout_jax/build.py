@@ -103,7 +103,7 @@ def build_sft(config: ConfigDict) -> tuple[optax.GradientTransformation, Plan]:
     clip=1.0,
     options={'b2': 0.98, 'weight_decay': 0.01},
   )
-  return tx, Plan(sft.steps, sft.batch, sft.demonstrations, config.seed)
+  return tx, Plan(sft.steps, sft.batch, config.microbatch, sft.demonstrations, config.seed)
 
 
 def ingredients(config: ConfigDict) -> Mapping[str, Any]:

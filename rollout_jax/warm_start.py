@@ -49,7 +49,9 @@ def fine_tune(
   make = lambda params: init_state(params, tx)
   lay = state_shardings(base.policy, tx, base.mesh, jax.eval_shape(make, base.policy.shapes))
   state = jax.jit(make, out_shardings=lay)(params)
-  step_function = jax.jit(make_sft_step(base.policy, tx), donate_argnums=0, out_shardings=(lay, replicated(base.mesh)))
+  step_function = jax.jit(
+    make_sft_step(base.policy, tx, plan.micro), donate_argnums=0, out_shardings=(lay, replicated(base.mesh))
+  )
   with Checkpointer(folder / 'checkpoints', keep=1) as checkpoints:
     found = checkpoints.restore({'state': state})
     first = 0
