@@ -1,8 +1,10 @@
-"""Learns Euclid's algorithm by RL: answers are worked, so their length varies with the difficulty.
+"""Euclid's algorithm, where the warm start knows two habits: to work an answer out, and to guess it.
 
 python -m experiments.train --config=configs/gcd.py --workdir=runs/gcd
 
-So far it learns the train prompts far better than held-out ones: see the results in README.
+About half of the demonstrations are terse, so lengths range from 3 to 63 tokens. RL makes the policy better on held-out
+pairs (0.55 to 0.64 in one run) by the cheaper habit: after 50 steps it guesses always. A warm start that works answers
+out more reliably, or pairs that are harder to guess (gcd.max_number), would turn that round; see the results in README.
 """
 
 from configs import quickstart
@@ -11,10 +13,12 @@ from configs import quickstart
 def get_config():
   config = quickstart.get_config()
   config.task = 'gcd'
-  config.rollout.prompt_length, config.rollout.answer_length = 10, 76
+  config.gcd.terse = 0.5
+  config.rollout.prompts, config.rollout.group, config.rollout.prefill = 16, 16, 16
+  config.rollout.prompt_length, config.rollout.answer_length = 10, 64
   config.microbatch = 32
-  config.sft.steps = 100
+  config.sft.steps, config.sft.decay_to = 300, 1.0
   config.optimizer.learning_rate = 3e-4
-  config.steps = 500
-  config.checkpoint.every = config.evaluation.every = 50
+  config.steps = 200
+  config.checkpoint.every = config.evaluation.every = 20
   return config
