@@ -11,7 +11,7 @@ from configs import quickstart
 
 def get_config():
   config = quickstart.get_config()
-  config.rollout.prompts, config.rollout.prefill, config.rollout.slots = 16, 16, 128
+  config.rollout.group, config.rollout.slots = 8, 128
   config.steps = 400
   config.checkpoint.every = config.evaluation.every = 50
   return config

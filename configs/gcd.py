@@ -14,7 +14,6 @@ def get_config():
   config = quickstart.get_config()
   config.task = 'gcd'
   config.gcd.terse = 0.5
-  config.rollout.prompts, config.rollout.group, config.rollout.prefill = 16, 16, 16
   config.rollout.slots = 128
   config.rollout.prompt_length, config.rollout.answer_length = 10, 64
   config.sft.steps, config.sft.decay_to = 300, 1.0

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment, then teaches a small transformer a reasoning task by RL: bash scripts/quickstart.sh [WORKDIR]
-# About eight minutes on two CPU cores after the installation. Stop it with Ctrl-C; the same command goes on from there.
+# Eight to fifteen minutes on two CPU cores after the installation, by the machine. Stop it with Ctrl-C; the same command goes on from there.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 workdir=${1:-runs/quickstart}
