@@ -147,6 +147,7 @@ def flaky(*, heldout: int = 8):
   return task._replace(verify=verify)
 
 
+@pytest.mark.usefixtures('quick_compile')
 def test_learning_rate_zero_stays_flat(machine):
   runner = machine(optimizer__learning_rate=0.0)
   state = runner.go(4).state

@@ -35,6 +35,7 @@ def test_fine_tuning_that_is_stopped_after_each_update_ends_with_the_same_parame
   jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, cut), jax.tree.map(np.array, whole))
 
 
+@pytest.mark.usefixtures('quick_compile')
 def test_an_update_is_the_gradient_of_the_mean_over_kept_tokens_whatever_the_microbatch():
   policy, tx = machines.POLICY, optax.sgd(1.0)
   batch = machines.batch()
