@@ -3,7 +3,8 @@ r"""The small run that ablations compare forks of: quickstart cut short, at most
   python -m experiments.ablate --config=configs/evidence.py \
     --forks=configs/pods.py,configs/dynamic.py --seeds=3 --out=runs/ablation
 
-Alone on 2 CPU cores a run takes 88 s, a warm start of its own included; seed 0 goes from 0.287 to 0.443.
+Alone on 2 CPU cores a run takes 1.5 to 2.8 minutes by the machine, a warm start of its own included; seed 0 goes from
+0.29 to 0.40 or 0.44.
 """
 
 from configs import quickstart
