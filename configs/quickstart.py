@@ -2,8 +2,8 @@
 
 bash scripts/quickstart.sh
 
-8 to 15 minutes on 2 CPU cores, by the machine. Held-out greedy accuracy goes from 0.29-0.36 to 0.58-0.59 (three
-seeds); see the results in README.
+Ten minutes or so on 2 CPU cores, twice that on a slow machine. Held-out greedy accuracy goes from 0.29-0.36 to 0.58-0.59
+(three seeds); see the results in README.
 """
 
 from configs import base

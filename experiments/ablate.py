@@ -52,17 +52,16 @@ def _checked() -> tuple[pathlib.Path, dict[str, str]]:
   if cli.CONFIG.value is None or OUT.value is None:
     raise ConfigError('--config and --out are both needed: the config to start from and the folder for the results.')
   base = cli.config_argument(sys.argv)
-  files, taken = {'base': base}, {'base', 'warm_start'}
+  files = {'base': base}
   for fork in FORKS.value:
     path = pathlib.Path(fork.partition(':')[0])
     if not path.is_file():
       raise ConfigError(f'--forks: there is no file {fork}.')
-    if path.stem in taken:
+    if path.stem in {*files, 'warm_start'}:
       raise ConfigError(
         f'--forks: the folder {path.stem} in --out is taken already; copy {fork} to a file of another name.'
       )
     files[path.stem] = fork
-    taken.add(path.stem)
   return pathlib.Path(OUT.value), files
 
 

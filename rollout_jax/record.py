@@ -15,6 +15,7 @@ t/verify       seconds of the verifiers' work, in their own processes
 total/...      sums over the run so far: decoded and trained tokens, t/step as seconds and times devices as device_seconds,
                t/compile as compile_seconds
 len/trained    trained tokens per row with a trained token: far from len/mean, lengths are selected
+tok/prefill_cached     prompt tokens that were copied from a prefill instead of computed
 tok/trained_effective  trained tokens at which the loss has a gradient, by loss/effective
 """
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment, then teaches a small transformer a reasoning task by RL: bash scripts/quickstart.sh [WORKDIR]
-# Eight to fifteen minutes on two CPU cores after the installation, by the machine. Stop it with Ctrl-C; the same command goes on from there.
+# Ten minutes or so on two CPU cores after the installation, twice that on a slow machine. Stop it with Ctrl-C; the same
+# command goes on from there.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 workdir=${1:-runs/quickstart}

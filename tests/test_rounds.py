@@ -83,9 +83,7 @@ def test_every_metric_of_a_hand_made_round():
     'group/pass_low': 0.0,
     'group/pass_high': 0.5,
     'group/pass_1': 0.5,
-    'engine/occupancy': 0.6,
     'engine/forwards': 5,
-    'engine/shared_prefill': 0.5,
     'bubble/frac': 0.4,
     'bubble/tail_80': 0.0,  # four rows: 80 % of them are all four
     'lag/mean': (7 * 1 + 5 * 2) / 12,

@@ -54,9 +54,7 @@ class Usage:
   decoded: int = 0  # tokens that were sampled
   prefill_requested: int = 0  # prompt tokens that had to be in the cache
   prefill_computed: int = 0  # of these, really computed: rows of a group that enter together share one prefill
-  ended: list[int] = dataclasses.field(
-    default_factory=list
-  )  # for each finished row, the forwards of the round until then
+  ended: list[int] = dataclasses.field(default_factory=list)  # forwards until each row finished
   decode_seconds: float = 0.0  # prefill, insert and generate, until their status is known
   reward_wait_seconds: float = 0.0  # waiting for verdicts that were due
   verify_seconds: float = 0.0  # the verifiers' work, in their own processes

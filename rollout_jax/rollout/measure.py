@@ -8,10 +8,8 @@ reward/accuracy                     share of judged rows that are CORRECT (ERROR
 verdict/wrong .. verdict/timeout    number of rows by outcome
 group/informative                   share of groups whose judged rows are neither all correct nor all incorrect
 group/pass_0, _low, _high, _1        share of groups with a pass rate of 0, below 1/2, from 1/2 on, and of 1
-engine/occupancy                    decoded tokens / slot-steps: 1 when every slot gave a token in every forward
 engine/forwards, engine/chunks      decode forwards (each over all slots), and looks at the slots
-engine/shared_prefill               share of prompt tokens that were copied from a prefill instead of computed
-bubble/frac                         1 - engine/occupancy: slot-steps that gave no token
+bubble/frac                         share of slot-steps that gave no token: 0 when every slot gave one in every forward
 bubble/tail_80, bubble/tail_95      share of the round's forwards that ran after 80 % (95 %) of its rows had finished
 lag/mean, lag/max                   trained version - version of the token, over decoded tokens
 lag/span                            largest number of versions in one row
@@ -75,14 +73,12 @@ def _groups(result: Round) -> Mapping[str, float]:
 
 def _engine(result: Round) -> Mapping[str, float]:
   usage = result.usage
-  occupancy, ended = usage.decoded / max(usage.slot_steps, 1), sorted(usage.ended)
+  ended = sorted(usage.ended)
   tail = lambda share: 1 - ended[math.ceil(share * len(ended)) - 1] / usage.forwards if ended else 0.0
   return {
-    'engine/occupancy': occupancy,
     'engine/forwards': usage.forwards,
     'engine/chunks': usage.chunks,
-    'engine/shared_prefill': 1 - usage.prefill_computed / max(usage.prefill_requested, 1),
-    'bubble/frac': 1 - occupancy,
+    'bubble/frac': 1 - usage.decoded / max(usage.slot_steps, 1),
     'bubble/tail_80': tail(0.80),
     'bubble/tail_95': tail(0.95),
   }

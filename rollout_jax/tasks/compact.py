@@ -46,7 +46,7 @@ def gcd(
 
   Any two numbers of which Euclid's subtraction makes equal ones in at most `max_steps` steps: the fewer steps, the fewer
   pairs have no common divisor, and a policy that always answers 1 gains less. A share `terse` of the demonstrations is the
-  answer alone, without the steps, as people write too: what is imitated then holds two habits, of which one is better.
+  answer alone, without the steps: what is imitated then holds two habits, and RL can move from one to the other.
   """
   check_range('gcd.max_number', max_number, 5, 999)
   check_range('gcd.max_steps', max_steps, 2, 99)
