@@ -14,7 +14,7 @@ def get_config():
   config.task = 'countdown'
   config.rollout.prompt_length, config.rollout.answer_length = 12, 10
   config.rollout.group, config.rollout.slots, config.microbatch = 16, 256, 32
-  config.sft.steps, config.sft.decay_to = 180, 1.0  # cut short
+  config.sft.steps, config.sft.decay_to = 140, 1.0  # cut short
   config.optimizer.learning_rate, config.optimizer.decay, config.optimizer.decay_to = 5e-4, 'linear', 0.05
   config.steps = 2200
   config.checkpoint.every = config.evaluation.every = 220
