@@ -13,11 +13,11 @@ from configs import quickstart
 def get_config():
   config = quickstart.get_config()
   config.task = 'gcd'
-  config.gcd.terse = 0.5
-  config.rollout.slots = 128
-  config.rollout.prompt_length, config.rollout.answer_length = 10, 64
-  config.sft.steps, config.sft.decay_to = 300, 1.0
+  config.gcd.terse, config.gcd.max_steps = 0.6, 6
+  config.rollout.group, config.rollout.slots = 8, 128
+  config.rollout.prompt_length, config.rollout.answer_length = 10, 40
+  config.sft.steps, config.sft.decay_to = 400, 0.1
   config.optimizer.learning_rate = 3e-4
-  config.steps = 200
-  config.checkpoint.every = config.evaluation.every = 20
+  config.steps = 150
+  config.checkpoint.every = config.evaluation.every = 15
   return config

@@ -8,7 +8,7 @@ import functools
 import math
 import pathlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from rollout_jax.fetch import Fetcher
 from rollout_jax.mesh import replicated, sharding, shardings
 from rollout_jax.resolve import flatten_diff
 from rollout_jax.training.checkpoint import Checkpointer
-from rollout_jax.training.sft import Plan, make_sft_step
+from rollout_jax.training.sft import Packed, Plan, make_sft_step
 from rollout_jax.training.state import TrainState, init_state, state_shardings
 from rollout_jax.types import ConfigError, PyTree, Stopped
 from rollout_jax.writers import make_folder, progress, read_json, say, write_json
@@ -77,8 +77,7 @@ def _updates(
   with progress('fine-tuning', plan.steps) as advance:
     advance(first)
     for step in range(first, plan.steps):
-      tokens_BT, keep_BT = jax.device_put(demonstrations(base, plan, step), where)
-      state, loss = step_function(state, tokens_BT, keep_BT)
+      state, loss = step_function(state, jax.device_put(demonstrations(base, plan, step), where))
       advance(1)
       last, stopped = step + 1 == plan.steps, stop()
       if (step + 1) % EVERY == 0 or stopped or last:
@@ -100,29 +99,54 @@ def _check_finite(loss: float, updates: int) -> None:
     )
 
 
-def demonstrations(base: Base, plan: Plan, step: int) -> tuple[np.ndarray, np.ndarray]:
-  """Tokens [B, T] and loss mask [B, T] of an update: a new order each epoch, answer and end token in the loss."""
+def demonstrations(base: Base, plan: Plan, step: int) -> Packed:
+  """The demonstrations of an update, packed: a new order each epoch, answer and end token in the loss."""
+  packed = Packed(
+    tokens_RL=np.full((plan.batch, base.length), base.tokenizer.pad, np.int32),
+    segment_RL=np.zeros((plan.batch, base.length), np.int32),
+    keep_RL=np.zeros((plan.batch, base.length), np.float32),
+  )
+  numbers = range(step * plan.batch, (step + 1) * plan.batch)
+  drawn = [_demonstration(base, plan, number) for number in numbers]
+  places = first_fit([len(ids) for _, ids in drawn], base.length)
+  for (asked, ids), (row, start) in zip(drawn, places, strict=True):
+    end = start + len(ids)
+    packed.tokens_RL[row, start:end] = ids
+    packed.segment_RL[row, start:end] = packed.segment_RL[row].max() + 1
+    packed.keep_RL[row, start + asked : end] = 1
+  return packed
+
+
+def _demonstration(base: Base, plan: Plan, number: int) -> tuple[int, list[int]]:
+  """How many tokens the prompt of demonstration `number` has, and all its tokens."""
   task, tokenizer = base.task, base.tokenizer
   size = min(plan.demonstrations or task.size, task.size)
-  tokens_BT = np.full((plan.batch, base.length), tokenizer.pad, np.int32)
-  keep_BT = np.zeros((plan.batch, base.length), np.float32)
-  for b in range(plan.batch):
-    number = step * plan.batch + b
-    index = int(_order(plan.seed, number // size, size)[number % size])
-    prompt = task.prompt('train', index)
-    if prompt.demonstration is None:
-      raise ConfigError(
-        'This task has no demonstrations to fine-tune on: set sft.steps=0, or warm_start to the folder of a policy.'
-      )
-    asked = tokenizer.encode(prompt.text)
-    ids = [*asked, *tokenizer.encode(prompt.demonstration), tokenizer.end_tokens[0]]
-    if len(ids) > base.length:
-      raise ConfigError(
-        f'Demonstration {index} has {len(ids)} tokens with its prompt, a row has {base.length}: raise rollout.answer_length.'
-      )
-    tokens_BT[b, : len(ids)] = ids
-    keep_BT[b, len(asked) : len(ids)] = 1
-  return tokens_BT, keep_BT
+  index = int(_order(plan.seed, number // size, size)[number % size])
+  prompt = task.prompt('train', index)
+  if prompt.demonstration is None:
+    raise ConfigError(
+      'This task has no demonstrations to fine-tune on: set sft.steps=0, or warm_start to the folder of a policy.'
+    )
+  asked = tokenizer.encode(prompt.text)
+  ids = [*asked, *tokenizer.encode(prompt.demonstration), tokenizer.end_tokens[0]]
+  if len(ids) > base.length:
+    raise ConfigError(
+      f'Demonstration {index} has {len(ids)} tokens with its prompt, a row has {base.length}: raise rollout.answer_length.'
+    )
+  return len(asked), ids
+
+
+def first_fit(lengths: Sequence[int], room: int) -> list[tuple[int, int]]:
+  """The row and start of each sequence: the first row of `room` tokens with space left, the longest sequence first."""
+  used: list[int] = []
+  places = [(0, 0)] * len(lengths)
+  for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    row = next((r for r, taken in enumerate(used) if taken + lengths[i] <= room), len(used))
+    if row == len(used):
+      used.append(0)
+    places[i] = row, used[row]
+    used[row] += lengths[i]
+  return places
 
 
 @functools.lru_cache(maxsize=2)

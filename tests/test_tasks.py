@@ -122,8 +122,15 @@ def test_demonstrations_of_gcd_are_euclids_subtractions_and_as_long_as_stated():
     lengths.add(len(steps))
     pairs.add(tuple(pair))
   assert lengths == set(range(7))
-  assert tasks.gcd(max_number=9, max_steps=8, heldout=1).answer_length == len('9 9;') * 8 + len('#9') - 1
+  assert tasks.gcd(max_number=9, max_steps=8, heldout=1).answer_length == len('9 9;') * 8 + len('#5') - 1
   assert (40, 1) not in pairs and (1, 7) in pairs
+
+
+def test_every_divisor_of_gcd_is_as_frequent():
+  task = tasks.gcd(max_divisor=4)
+  answers = [task.prompt(TRAIN, i).answer for i in range(4000)] + [task.prompt(HELDOUT, i).answer for i in range(512)]
+  counts = {answer: answers.count(answer) for answer in answers}
+  assert counts.keys() == set('1234') and all(1000 < count < 1256 for count in counts.values())
 
 
 def test_a_share_of_the_demonstrations_of_gcd_is_terse():
@@ -232,6 +239,7 @@ def test_a_compact_task_is_quick_to_build_and_to_draw_from():
 @pytest.mark.parametrize(
   ('name', 'section', 'message'),
   [
+    ('gcd', {'max_number': 9, 'max_divisor': 10}, 'gcd.max_divisor must be from 1 to 9, but is 10'),
     ('gcd', {'max_number': 10000}, 'gcd.max_number must be from 5 to 999, but is 10000'),
     ('countdown', {'size': 0}, 'countdown.size must be from 1'),
     ('countdown', {'numbers': 1}, 'countdown.numbers must be from 2 to 6'),

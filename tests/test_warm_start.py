@@ -9,9 +9,10 @@ import pytest
 from configs import base
 from rollout_jax import keys, warm_start
 from rollout_jax.build import build_base, build_sft, ingredients
-from rollout_jax.training.sft import make_sft_step
+from rollout_jax.training.sft import Packed, make_sft_step
 from rollout_jax.training.state import init_state
 from rollout_jax.types import ConfigError, Stopped
+from rollout_jax.warm_start import first_fit
 from tests import machines, tiny
 from tests.overlay import shrink
 
@@ -36,26 +37,71 @@ def test_fine_tuning_that_is_stopped_after_each_update_ends_with_the_same_parame
 
 
 @pytest.mark.usefixtures('quick_compile')
-def test_an_update_is_the_gradient_of_the_mean_over_kept_tokens_whatever_the_microbatch():
-  policy, tx = machines.POLICY, optax.sgd(1.0)
-  batch = machines.batch()
-  tokens_BT = jnp.asarray(batch.tokens_PGT.reshape(-1, tiny.T))
-  keep_BT = jnp.asarray(batch.keep_PGT.reshape(-1, tiny.T)).at[5].set(0)
+def test_an_update_is_the_gradient_of_the_mean_over_learned_tokens_whatever_the_microbatch_and_the_packing():
+  policy, tx, room = machines.POLICY, optax.sgd(1.0), 12
+  rng = np.random.default_rng(0)
+  sequences = [rng.integers(1, tiny.MODEL['vocab_size'], size=length) for length in (5, 12, 3, 7, 4)]
+  asked = 2
   fresh = policy.init(keys.named(0, 'init'))
 
   def naive(params):
-    position_BT = jnp.broadcast_to(jnp.arange(tiny.T)[None, :], tokens_BT.shape)
-    logits_BTV = policy.logits(params, policy.hidden(params, tokens_BT, position_BT))
-    logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits_BTV[:, :-1]), tokens_BT[:, 1:, None], 2)[..., 0]
-    return -jnp.sum(logp_BT * keep_BT[:, 1:]) / keep_BT.sum()
+    total = 0.0
+    for ids in sequences:
+      position_1T = jnp.arange(len(ids))[None]
+      logits_1TV = policy.logits(params, policy.hidden(params, jnp.asarray(ids)[None], position_1T))
+      logp_T = jnp.take_along_axis(jax.nn.log_softmax(logits_1TV[0, :-1]), jnp.asarray(ids)[1:, None], 1)[:, 0]
+      total = total - logp_T[asked - 1 :].sum()
+    return total / sum(len(ids) - asked for ids in sequences)
+
+  def rows(places):
+    packed = Packed(*(np.zeros((6, room), kind) for kind in (np.int32, np.int32, np.float32)))
+    for number, (ids, (row, start)) in enumerate(zip(sequences, places, strict=True), start=1):
+      end = start + len(ids)
+      packed.tokens_RL[row, start:end], packed.segment_RL[row, start:end] = ids, number
+      packed.keep_RL[row, start + asked : end] = 1
+    return packed
 
   expected = jax.tree.map(lambda x, g: x - g, fresh, jax.grad(naive)(fresh))
-  for micro in (16, 3):
-    step = jax.jit(make_sft_step(policy, tx, micro))
-    state, loss = step(init_state(fresh, tx), tokens_BT, keep_BT)
+  alone = [(row, 0) for row in (0, 1, 2, 3, 5)]
+  for places, micro in ((alone, 6), (alone, 4), (first_fit([len(ids) for ids in sequences], room), 4)):
+    state, loss = jax.jit(make_sft_step(policy, tx, micro))(init_state(fresh, tx), rows(places))
     assert float(loss) == pytest.approx(float(naive(fresh)), rel=1e-5)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
     jax.tree.map(close, state.params['policy'], expected)
+
+
+def test_first_fit_fills_rows_without_overlap_and_leaves_none_that_another_could_take_whole():
+  assert first_fit([5, 12, 3, 7, 4], 12) == [(1, 7), (0, 0), (2, 4), (1, 0), (2, 0)]
+  rng = np.random.default_rng(0)
+  for _ in range(50):
+    lengths = rng.integers(1, 13, size=rng.integers(1, 20)).tolist()
+    places, taken = first_fit(lengths, 12), {}
+    for length, (row, start) in zip(lengths, places, strict=True):
+      span = {(row, start + i) for i in range(length)}
+      assert start + length <= 12 and not span & taken.keys()
+      taken |= dict.fromkeys(span)
+    used = sorted(sum(1 for row, _ in taken if row == r) for r in {row for row, _ in places})
+    assert len(used) == 1 or used[0] + used[1] > 12
+
+
+def test_demonstrations_are_packed_whole_each_a_segment_with_its_answer_and_end_to_learn():
+  made, (_, plan) = build_base(config()), build_sft(config())
+  packed = warm_start.demonstrations(made, plan, 3)
+  found = []
+  for row in range(plan.batch):
+    for segment in range(1, packed.segment_RL[row].max() + 1):
+      mine = packed.segment_RL[row] == segment
+      ids, learned = packed.tokens_RL[row, mine], packed.keep_RL[row, mine]
+      asked = len(ids) - int(learned.sum())
+      assert learned[asked:].all() and ids[-1] in made.tokenizer.end_tokens
+      found.append((made.tokenizer.decode(ids[:asked]), made.tokenizer.decode(ids[asked:-1])))
+  wanted = []
+  for b in range(plan.batch):
+    epoch, place = divmod(3 * plan.batch + b, made.task.size)
+    prompt = made.task.prompt('train', int(warm_start._order(plan.seed, epoch, made.task.size)[place]))
+    wanted.append((prompt.text, prompt.demonstration))
+  assert sorted(found) == sorted(wanted)
+  assert not packed.keep_RL[packed.segment_RL == 0].any()
 
 
 def test_fine_tuning_that_diverges_says_so_and_leaves_no_result(tmp_path):

@@ -36,6 +36,7 @@ Draw = Callable[[random.Random], tuple[str, Prompt]]
 def gcd(
   *,
   max_number: int = 99,
+  max_divisor: int = 5,
   max_steps: int = 10,
   terse: float = 0.0,
   size: int = 65536,
@@ -44,25 +45,26 @@ def gcd(
 ) -> Task:
   """Greatest common divisor of two numbers from 1 to `max_number`; the answer stands after the last #.
 
-  Any two numbers of which Euclid's subtraction makes equal ones in at most `max_steps` steps: the fewer steps, the fewer
-  pairs have no common divisor, and a policy that always answers 1 gains less. A share `terse` of the demonstrations is the
-  answer alone, without the steps: what is imitated then holds two habits, and RL can move from one to the other.
+  The divisor is drawn first, evenly from 1 to `max_divisor`, so that no one answer is right for most pairs (of two
+  numbers drawn at will, six in ten pairs have 1). Then any pair that has it and of which Euclid's subtraction makes equal
+  numbers in at most `max_steps` steps. A share `terse` of the demonstrations is the answer alone, without the steps: what
+  is imitated then holds two habits, to guess and to work out, and RL can move from one to the other.
   """
   check_range('gcd.max_number', max_number, 5, 999)
+  check_range('gcd.max_divisor', max_divisor, 1, max_number)
   check_range('gcd.max_steps', max_steps, 2, 99)
   check_range('gcd.terse', terse, 0, 1)
 
   def draw(rng: random.Random) -> tuple[str, Prompt]:
-    steps = None
+    divisor, steps = rng.randint(1, max_divisor), None
     while steps is None:
-      a, b = rng.randint(1, max_number), rng.randint(1, max_number)
-      steps = _subtractions(a, b, max_steps)
-    result = str(math.gcd(a, b))
+      a, b = (divisor * rng.randint(1, max_number // divisor) for _ in range(2))
+      steps = _subtractions(a, b, max_steps) if math.gcd(a, b) == divisor else None
     worked = '' if rng.random() < terse else ';'.join(steps)
-    return f'{min(a, b)} {max(a, b)}', Prompt(f'gcd {a} {b}>', result, f'{worked}#{result}')
+    return f'{min(a, b)} {max(a, b)}', Prompt(f'gcd {a} {b}>', str(divisor), f'{worked}#{divisor}')
 
   digits = len(str(max_number))
-  longest = len(f'gcd {max_number} {max_number}>'), max_steps * (2 * digits + 2) + digits
+  longest = len(f'gcd {max_number} {max_number}>'), max_steps * (2 * digits + 2) + len(str(max_divisor))
   return _task('gcd', draw, _verify_result, longest, size, heldout, seed)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,7 +20,7 @@ from rollout_jax.types import Array, PyTree
 class Plan(NamedTuple):
   """How long and on what: `steps` updates on `batch` demonstrations each, of the first `demonstrations` train prompts.
 
-  A forward and backward takes `micro` rows.
+  A forward and backward takes `micro` rows, into which as many demonstrations are packed as fit.
   """
 
   steps: int
@@ -29,25 +30,32 @@ class Plan(NamedTuple):
   seed: int
 
 
+@flax.struct.dataclass
+class Packed:
+  """Demonstrations packed into rows; those that are not needed are empty and cost nothing."""
+
+  tokens_RL: Array
+  segment_RL: Array  # which demonstration of its row a token is of, from 1; 0 is padding
+  keep_RL: Array  # 1 at the tokens that are learned
+
+
 def make_sft_step(
   policy: Policy, tx: optax.GradientTransformation, micro: int
-) -> Callable[[TrainState, Array, Array], tuple[TrainState, Array]]:
-  """The function (state, tokens_BT, keep_BT) -> (state, loss): one update on the mean negative log-likelihood per kept token."""
+) -> Callable[[TrainState, Packed], tuple[TrainState, Array]]:
+  """The function (state, packed) -> (state, loss): one update on the mean negative log-likelihood per kept token."""
   plain = distribution()
 
-  def sft_step(state: TrainState, tokens_BT: Array, keep_BT: Array) -> tuple[TrainState, Array]:
-    weight_BT = keep_BT / jnp.sum(keep_BT)
+  def sft_step(state: TrainState, packed: Packed) -> tuple[TrainState, Array]:
+    kept = jnp.sum(packed.keep_RL)
 
-    def of_microbatch(rows: tuple[Array, Array]) -> tuple[Array, PyTree]:
-      tokens_mT, weight_mT = rows
-
+    def of_microbatch(rows: Packed) -> tuple[Array, PyTree]:
       def loss(params: PyTree) -> Array:
-        logp_mT, _, _ = score(policy, plain, params, tokens_mT)
-        return -masked.total(logp_mT, weight_mT)
+        logp_mL, _, _ = score(policy, plain, params, rows.tokens_RL, rows.segment_RL)
+        return -masked.total(logp_mL, rows.keep_RL) / kept
 
       return jax.value_and_grad(loss)(state.params['policy'])
 
-    value, gradient = fold(of_microbatch, (tokens_BT, weight_BT), jnp.any(keep_BT > 0, axis=1), micro)
+    value, gradient = fold(of_microbatch, packed, jnp.any(packed.keep_RL > 0, axis=1), micro)
     change, opt_state = tx.update(gradient, state.opt_state['policy'], state.params['policy'])
     params = optax.apply_updates(state.params['policy'], change)
     one = jnp.ones((), jnp.int32)
