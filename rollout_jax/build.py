@@ -27,11 +27,12 @@ from rollout_jax.rollout.verify import Verifier
 from rollout_jax.schedulers.base import Scheduler
 from rollout_jax.tasks.base import Task
 from rollout_jax.training.optimizer import optimizer
+from rollout_jax.training.score import Scorer, group_scorer, scorer
 from rollout_jax.training.sft import Plan
 from rollout_jax.training.state import init_state, state_shardings
 from rollout_jax.training.step import Objective, Schedule, make_train_step
 from rollout_jax.transforms import chain as chains
-from rollout_jax.types import Array, Correctness, Curriculum, Transform
+from rollout_jax.types import Array, ConfigError, Correctness, Curriculum, Transform
 from rollout_jax.writers import plain
 
 
@@ -158,8 +159,7 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
   chain = chains.chain(*members)
   scores = chains.reads_score(members, loss, updates)
   train_step = make_train_step(
-    policy=base.policy,
-    distribution=sampling,
+    scorer=_scorer(config, base.policy, sampling, chains.group_size(members, rollout.group)),
     chain=chain,
     objective=Objective(
       loss=loss,
@@ -201,6 +201,17 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
     gap_alarm=config.log.gap_alarm,
     header=_header(config, members, scheduler, curriculum, sampling),
   )
+
+
+def _scorer(config: ConfigDict, policy: Policy, sampling: Distribution, group: int) -> Scorer:
+  if not config.share_prompts:
+    return scorer(policy, sampling)
+  if config.microbatch % group:
+    raise ConfigError(
+      f'microbatch is {config.microbatch}, but with share_prompts the {group} rows of a group are trained together: make it a '
+      f'multiple of {group}, or set share_prompts=False.'
+    )
+  return group_scorer(policy, sampling, group, config.rollout.prompt_length)
 
 
 def _row_weight(config: ConfigDict, room: float) -> Callable[[Array, Array], Array]:

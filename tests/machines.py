@@ -13,6 +13,7 @@ from rollout_jax.losses.kl import add, kl
 from rollout_jax.mesh import make_mesh, replicated, sharding, shardings
 from rollout_jax.models.transformer import Shape, transformer
 from rollout_jax.training.optimizer import optimizer
+from rollout_jax.training.score import group_scorer, scorer
 from rollout_jax.training.state import init_state, state_shardings
 from rollout_jax.training.step import Objective, Schedule, make_train_step
 from rollout_jax.transforms import chain as chains
@@ -41,6 +42,7 @@ class Trainer:
     epochs=1,
     minibatches=1,
     micro=4,
+    together=1,
     sampling=PLAIN,
     rate=1.0,
     name='sgd',
@@ -53,8 +55,7 @@ class Trainer:
     )
     scores = chains.reads_score(members, loss, epochs * minibatches)
     step = make_train_step(
-      policy=POLICY,
-      distribution=sampling,
+      scorer=scorer(POLICY, sampling) if together == 1 else group_scorer(POLICY, sampling, together, tiny.PROMPT),
       chain=chain,
       objective=Objective(loss, row_weight(mode, denominator, constant=float(tiny.T))),
       curriculum=curriculum,
@@ -93,8 +94,10 @@ def batch(*, seed=0, length=tiny.T, pad=0, exists=None, correct=None, logp=None)
   total_PG = prompt_P[:, None] + rng.integers(1, 20, (P, G))
   place_T = np.arange(T)
   real_PGT = place_T < total_PG[:, :, None]
-  tokens_PGT = np.where(real_PGT, rng.integers(1, tiny.MODEL['vocab_size'], (P, G, T)), pad).astype(np.int32)
   asked_PGT = np.broadcast_to(place_T < prompt_P[:, None, None], (P, G, T))
+  drawn_PGT = rng.integers(1, tiny.MODEL['vocab_size'], (P, G, T))
+  drawn_PGT = np.where(asked_PGT, drawn_PGT[:, :1], drawn_PGT)  # a group has one prompt
+  tokens_PGT = np.where(real_PGT, drawn_PGT, pad).astype(np.int32)
   source_PGT = np.where(real_PGT, np.where(asked_PGT, Source.PROMPT, Source.DECODED), Source.PAD).astype(np.int8)
   exists_PG = np.ones((P, G), bool) if exists is None else np.asarray(exists)
   correct_PG = rng.random((P, G)) < 0.5 if correct is None else np.asarray(correct)

@@ -80,6 +80,34 @@ def test_gradient_does_not_change_with_the_microbatch(micro):
   np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=2e-6)
 
 
+HOLES = np.array([[0, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]], bool)
+
+
+@pytest.mark.parametrize(
+  ('settings', 'together'),
+  [
+    (dict(micro=4), 4),
+    (dict(micro=12, kind='k3', beta=0.1, epochs=2, minibatches=2, name='adamw', rate=1e-3), 4),
+    (dict(micro=8, sampling=distribution(temperature=1.2, top_p=0.9)), 4),
+    (dict(micro=4, members=(combine_rewards(), drop_degenerate(), pods(m=2), group_advantage())), 2),
+  ],
+)
+@pytest.mark.parametrize('exists', [None, HOLES])
+def test_gradient_does_not_change_when_the_rows_of_a_group_share_their_prompt(settings, together, exists):
+  if exists is not None and together == 2:
+    exists = None  # pods wants whole groups
+  batch = machines.batch(correct=CORRECT, exists=exists)
+  results = []
+  for rows in (1, together):
+    trainer = Trainer(together=rows, **settings)
+    state, report = trainer(trainer.start(), batch, {'reference': trainer.start(seed=1).params['policy']})
+    results.append((flat(state.params['policy']) - flat(trainer.start().params['policy']), report))
+  (expected, report), (moved, shared) = results
+  assert np.abs(expected).max() > 1e-4
+  np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=2e-6)
+  assert report == pytest.approx(shared, rel=1e-4, abs=1e-5)
+
+
 def test_gradient_does_not_change_with_padding_or_the_pad_id():
   expected, _ = change(Trainer(), machines.batch(correct=CORRECT))
   for other in (machines.batch(correct=CORRECT, length=tiny.T + 9), machines.batch(correct=CORRECT, pad=7)):
@@ -94,9 +122,10 @@ def test_gradient_does_not_change_with_the_order_of_prompts_and_rollouts():
   np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=2e-6)
 
 
-def test_one_device_and_eight_give_the_same_steps():
+@pytest.mark.parametrize('together', [1, 4])
+def test_one_device_and_eight_give_the_same_steps(together):
   batch = machines.batch(correct=CORRECT)
-  settings = dict(kind='k3', beta=0.1, epochs=2, minibatches=2, name='adamw', rate=1e-3)
+  settings = dict(kind='k3', beta=0.1, epochs=2, minibatches=2, name='adamw', rate=1e-3, together=together)
   results = []
   for mesh in ((1, 1, 1), (2, 2, 2)):
     trainer = Trainer(mesh=mesh, **settings)
@@ -188,6 +217,8 @@ def test_only_microbatches_with_kept_rows_run():
 
   live_B = jnp.asarray(np.repeat(CORRECT.any(1) & ~CORRECT.all(1), G))
   order_Mm, count = order_rows(live_B, 3)
+  together_Mm, groups = order_rows(live_B, 2 * G, together=G)
+  assert int(groups) == 1 and np.asarray(together_Mm[0]).tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
   assert int(count) == 3 and order_Mm.shape == (6, 3)  # 8 of 16 rows live, in microbatches of 3
   assert sorted(np.asarray(order_Mm).ravel()[:8].tolist()) == np.flatnonzero(live_B).tolist()
   assert (np.asarray(order_Mm).ravel()[16:] == 16).all()

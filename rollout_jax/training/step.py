@@ -26,10 +26,8 @@ import optax
 from jax import lax
 
 from rollout_jax import keys, masked
-from rollout_jax.distribution import Distribution
-from rollout_jax.models.transformer import Policy
 from rollout_jax.training.microbatch import fold
-from rollout_jax.training.score import score, score_rows
+from rollout_jax.training.score import Scorer, score_rows
 from rollout_jax.training.state import TrainState
 from rollout_jax.transforms.chain import Chain
 from rollout_jax.types import Array, Curriculum, Loss, Mean, PyTree, Report, RolloutBatch, Source, Tokens
@@ -40,6 +38,7 @@ class Rows:
   """What a loss needs of each row, [B, ...]; a microbatch is some of these rows."""
 
   tokens_BT: Array
+  prompt_B: Array  # tokens of the prompt
   keep_BT: Array
   correction_BT: Array
   advantage_BT: Array
@@ -67,8 +66,7 @@ class Schedule(NamedTuple):
 
 def make_train_step(
   *,
-  policy: Policy,
-  distribution: Distribution,
+  scorer: Scorer,
   chain: Chain,
   objective: Objective,
   curriculum: Curriculum,
@@ -90,15 +88,15 @@ def make_train_step(
     rewarded = chain.reward(collected, state.transform_state, **extra)
     batch, transform_state, report = chain.before_score(collected, state.transform_state, **extra)
     live_B = _rows(jnp.any(batch.keep_PGT > 0, axis=2))
-    tokens_BT = _rows(batch.tokens_PGT)
-    if score_proximal or distribution.filters:
-      logp_BT, inside_BT = score_rows(policy, distribution, state.params['policy'], tokens_BT, live_B, schedule.micro)
+    rows = _rows(batch.tokens_PGT), _prompt_lengths(batch), live_B, schedule.micro
+    if score_proximal or scorer.filters:
+      logp_BT, inside_BT = score_rows(scorer, state.params['policy'], *rows)
       report['gap/outside'] = masked.average(1 - inside_BT, _rows(batch.keep_PGT * batch.exists_PG[:, :, None]))
       batch = batch.replace(keep_PGT=batch.keep_PGT * inside_BT.reshape(batch.shape))
       if score_proximal:
         batch = batch.replace(proximal_logp_PGT=logp_BT.reshape(batch.shape))
     if score_reference:
-      logp_BT, _ = score_rows(policy, distribution, frozen['reference'], tokens_BT, live_B, schedule.micro)
+      logp_BT, _ = score_rows(scorer, frozen['reference'], *rows)
       batch = batch.replace(reference_logp_PGT=logp_BT.reshape(batch.shape))
     batch, transform_state, corrected = chain.after_score(batch, transform_state, **extra)
     state, learned = _learn(state, batch)
@@ -136,6 +134,7 @@ def make_train_step(
     live_B = _rows(kept_PG > 0)
     rows = Rows(
       tokens_BT=_rows(batch.tokens_PGT),
+      prompt_B=_prompt_lengths(batch),
       keep_BT=_rows(keep_PGT),
       correction_BT=_rows(batch.correction_PGT),
       advantage_BT=_rows(batch.advantage_PGT),
@@ -153,11 +152,11 @@ def make_train_step(
       (loss, report), gradient = jax.value_and_grad(value, has_aux=True)(state.params['policy'])
       return loss, gradient, report
 
-    loss, gradient, report = fold(of_microbatch, rows, live_B, schedule.micro)
+    loss, gradient, report = fold(of_microbatch, rows, live_B, schedule.micro, scorer.together)
     return _apply(state, loss, gradient, jnp.any(live_B), report)
 
   def _weighted_loss(params: PyTree, rows: Rows, scalars: PyTree) -> tuple[Array, Report]:
-    learner_BT, _, entropy_BT = score(policy, distribution, params, rows.tokens_BT)
+    learner_BT, _, entropy_BT = scorer.score(params, rows.tokens_BT, rows.prompt_B)
     tokens = _flatten(rows, learner_BT)
     weight_n = rows.weight_B[tokens.row_n] * tokens.coefficient_n
 
@@ -211,6 +210,11 @@ def make_train_step(
 def _rows(x: Array | None) -> Array | None:
   """[P, G, ...] -> [B, ...]."""
   return None if x is None else x.reshape(-1, *x.shape[2:])
+
+
+def _prompt_lengths(batch: RolloutBatch) -> Array:
+  """Tokens in front of the first one that is not the prompt's, [B]."""
+  return jnp.sum(jnp.cumprod(_rows(batch.source_PGT) == Source.PROMPT, axis=1), axis=1)
 
 
 def _flatten(rows: Rows, learner_BT: Array) -> Tokens:
