@@ -1,5 +1,7 @@
 """Curricula: laws that all of them keep, then epochs and histories worked by hand."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,6 +101,22 @@ def test_order_of_an_epoch_does_not_depend_on_the_size_of_the_draws_and_changes_
   assert drawn(2, 28) == drawn(7, 28) == drawn(16, 28)
   orders = [tuple(drawn(7, 28)[i : i + 7]) for i in range(0, 28, 7)]
   assert len(set(orders)) == 4
+
+
+def test_every_order_is_about_as_likely_and_neighbours_are_independent():
+  from rollout_jax.curricula.uniform import permuted
+
+  order = jax.jit(jax.vmap(lambda seed, place: permuted(jax.random.key(seed), place, 4), in_axes=(0, None)))
+  orders = jnp.stack([order(jnp.arange(2400), place) for place in range(4)], axis=1)
+  seen = collections.Counter(map(tuple, orders.tolist()))
+  assert len(seen) == 24 and sum((n - 100) ** 2 / 100 for n in seen.values()) < 49.7  # chi-square, 23 d.o.f., p = 0.001
+  whole = np.asarray(jax.jit(jax.vmap(lambda place: permuted(KEY_OF_WHOLE, place, 65536)))(jnp.arange(65536)))
+  assert sorted(whole.tolist()) == list(range(65536))
+  for distance in (1, 2, 256):  # correlation of two uniform numbers: standard deviation 1 / 256
+    assert abs(np.corrcoef(whole[:-distance], whole[distance:])[0, 1]) < 4 / 256
+
+
+KEY_OF_WHOLE = jax.random.key(3)
 
 
 # Pass rates.

@@ -3,12 +3,17 @@
 Config: `curriculum='uniform'`.
 """
 
+import math
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rollout_jax.keys import wrap
 from rollout_jax.types import Array, Curriculum
+
+ROUNDS = 6  # of the Feistel network; four make a pseudorandom permutation (Luby and Rackoff 1988)
 
 
 @flax.struct.dataclass
@@ -24,17 +29,36 @@ def uniform(size: int, prompts: int) -> Curriculum:
 
   The order of an epoch is named by (key, epoch) alone: `sample` takes the same key at every call.
   """
-  epochs = 1 + (prompts + size - 2) // size  # that one draw can touch
 
   def init() -> Place:
     return Place(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
   def sample(state: Place, key: Array) -> tuple[Place, Array]:
-    key_E = [jax.random.fold_in(wrap(key), state.epoch + i) for i in range(epochs)]
-    order_EN = jnp.stack([jax.random.permutation(epoch_key, size) for epoch_key in key_E])
     place_P = state.cursor + jnp.arange(prompts, dtype=jnp.int32)
+    prompt_P = jax.vmap(lambda epoch, place: permuted(jax.random.fold_in(wrap(key), epoch), place, size))(
+      state.epoch + place_P // size, place_P % size
+    )
     after = state.cursor + prompts
-    state = Place(state.epoch + after // size, after % size)
-    return state, order_EN[place_P // size, place_P % size].astype(jnp.int32)
+    return Place(state.epoch + after // size, after % size), prompt_P
 
   return Curriculum(init, sample, lambda batch, state: state)
+
+
+def permuted(key: Array, place: Array, size: int) -> Array:
+  """What stands at `place` of a random order of 0 ... size - 1 that the key names; costs the same whatever the size.
+
+  A Feistel network permutes the numbers of an even number of bits, and is applied again until the number is below `size`
+  (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002). At most 4 applications on average.
+  """
+  half = max(1, math.ceil((size - 1).bit_length() / 2))
+  mask = np.uint32((1 << half) - 1)
+
+  def scramble(number: Array) -> Array:
+    left, right = number >> half, number & mask
+    for i in range(ROUNDS):
+      noise = jax.random.bits(jax.random.fold_in(jax.random.fold_in(key, i), right))
+      left, right = right, left ^ (noise & mask)
+    return left << half | right
+
+  outside = lambda number: number >= size
+  return jax.lax.while_loop(outside, scramble, scramble(place.astype(jnp.uint32))).astype(jnp.int32)

@@ -214,6 +214,8 @@ class Verifier:
   def _count(self, verdict: Verdict) -> None:
     self.counts[verdict.outcome] += 1
     self._recent.append(verdict)
+    if not self.counts[Outcome.ERROR] + self.counts[Outcome.TIMEOUT]:
+      return
     failed = [v for v in self._recent if v.outcome in (Outcome.ERROR, Outcome.TIMEOUT)]
     if len(self._recent) == WINDOW and len(failed) > self._budget * WINDOW:
       texts = '\n  '.join(f'{v.outcome.name}: {v.detail}' for v in failed[:3])
