@@ -13,11 +13,10 @@ from configs import quickstart
 def get_config():
   config = quickstart.get_config()
   config.task = 'gcd'
-  config.gcd.terse, config.gcd.max_steps = 0.6, 6
+  config.gcd.hasty = 0.6
   config.rollout.group, config.rollout.slots = 8, 128
-  config.rollout.prompt_length, config.rollout.answer_length = 10, 40
-  config.sft.steps, config.sft.decay_to = 400, 0.1
-  config.optimizer.learning_rate = 3e-4
-  config.steps = 150
-  config.checkpoint.every = config.evaluation.every = 15
+  config.rollout.prompt_length, config.rollout.answer_length = 10, 51
+  config.sft.steps, config.sft.decay_to = 200, 0.3
+  config.steps = 200
+  config.checkpoint.every = config.evaluation.every = 25
   return config

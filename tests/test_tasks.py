@@ -122,8 +122,16 @@ def test_demonstrations_of_gcd_are_euclids_subtractions_and_as_long_as_stated():
     lengths.add(len(steps))
     pairs.add(tuple(pair))
   assert lengths == set(range(7))
-  assert tasks.gcd(max_number=9, max_steps=8, heldout=1).answer_length == len('9 9;') * 8 + len('#5') - 1
+  assert tasks.gcd(max_number=9, max_steps=8, heldout=1).answer_length == len('9 9;') * 8 + len('#9') - 1
   assert (40, 1) not in pairs and (1, 7) in pairs
+
+
+def test_numbers_of_gcd_have_equally_many_digits_in_prompt_and_steps():
+  task = tasks.gcd(max_number=120, max_steps=4, heldout=1)
+  for i in range(300):
+    prompt = task.prompt(TRAIN, i)
+    steps = prompt.demonstration.partition('#')[0]
+    assert all(len(number) == 3 for number in re.findall('[0-9]+', prompt.text + steps)), prompt
 
 
 def test_every_divisor_of_gcd_is_as_frequent():
@@ -133,12 +141,18 @@ def test_every_divisor_of_gcd_is_as_frequent():
   assert counts.keys() == set('1234') and all(1000 < count < 1256 for count in counts.values())
 
 
-def test_a_share_of_the_demonstrations_of_gcd_is_terse():
-  mixed = tasks.gcd(heldout=1, terse=0.3)
-  drawn = [mixed.prompt(TRAIN, i) for i in range(2000)]
-  terse = [prompt for prompt in drawn if prompt.demonstration == f'#{prompt.answer}']
-  assert 0.27 < len(terse) / 2000 < 0.36  # equal numbers need no steps
-  assert all(mixed.verify(prompt, prompt.demonstration).outcome is Outcome.CORRECT for prompt in drawn)
+def test_a_share_of_the_demonstrations_of_gcd_stops_early_and_takes_the_smaller_number():
+  mixed, whole = tasks.gcd(heldout=1, hasty=0.3, patience=3), tasks.gcd(heldout=1)
+  early = wrong = 0
+  for i in range(2000):
+    steps, _, result = mixed.prompt(TRAIN, i).demonstration.partition('#')
+    all_steps = whole.prompt(TRAIN, i).demonstration.partition('#')[0]
+    assert all_steps.startswith(steps)
+    if steps != all_steps:
+      early += 1
+      assert len(steps.split(';')) == 3 and int(result) == min(_numbers(steps.split(';')[-1]))
+      wrong += result != mixed.prompt(TRAIN, i).answer
+  assert 0.22 < early / 2000 < 0.33 and early / 4 < wrong < early  # short ones have no more than three steps
 
 
 def test_the_compact_tasks_share_a_vocabulary_of_64():
@@ -239,6 +253,7 @@ def test_a_compact_task_is_quick_to_build_and_to_draw_from():
 @pytest.mark.parametrize(
   ('name', 'section', 'message'),
   [
+    ('gcd', {'patience': 9}, 'gcd.patience must be from 0 to 8, but is 9'),
     ('gcd', {'max_number': 9, 'max_divisor': 10}, 'gcd.max_divisor must be from 1 to 9, but is 10'),
     ('gcd', {'max_number': 10000}, 'gcd.max_number must be from 5 to 999, but is 10000'),
     ('countdown', {'size': 0}, 'countdown.size must be from 1'),

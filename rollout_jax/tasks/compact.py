@@ -3,7 +3,7 @@
 gcd and countdown are the problems of the datasets of that name, product those of `products` with a one-digit factor; the
 wording is gone and each has a worked demonstration:
 
-  gcd 28 10>     18 10;8 10;8 2;6 2;4 2;2 2#2                       Euclid; lengths vary with difficulty
+  gcd 28 10>     18 10;08 10;08 02;06 02;04 02;02 02#2              Euclid; lengths vary with difficulty
   8 19 18:9>     8+19-18                                            countdown; many right answers, all accepted
   32*4=          120+8#128
 
@@ -36,9 +36,10 @@ Draw = Callable[[random.Random], tuple[str, Prompt]]
 def gcd(
   *,
   max_number: int = 99,
-  max_divisor: int = 5,
-  max_steps: int = 10,
-  terse: float = 0.0,
+  max_divisor: int = 9,
+  max_steps: int = 8,
+  hasty: float = 0.0,
+  patience: int = 2,
   size: int = 65536,
   heldout: int = 512,
   seed: int = 0,
@@ -47,24 +48,29 @@ def gcd(
 
   The divisor is drawn first, evenly from 1 to `max_divisor`, so that no one answer is right for most pairs (of two
   numbers drawn at will, six in ten pairs have 1). Then any pair that has it and of which Euclid's subtraction makes equal
-  numbers in at most `max_steps` steps. A share `terse` of the demonstrations is the answer alone, without the steps: what
-  is imitated then holds two habits, to guess and to work out, and RL can move from one to the other.
+  numbers in at most `max_steps` steps. Numbers are written with equally many digits, so that digits which are subtracted
+  stand equally far apart everywhere. A share `hasty` of the demonstrations stops after `patience` steps and takes the
+  smaller number for the divisor, which is right for some pairs only: a policy that imitates both habits can learn by RL
+  which one pays.
   """
   check_range('gcd.max_number', max_number, 5, 999)
   check_range('gcd.max_divisor', max_divisor, 1, max_number)
   check_range('gcd.max_steps', max_steps, 2, 99)
-  check_range('gcd.terse', terse, 0, 1)
+  check_range('gcd.hasty', hasty, 0, 1)
+  check_range('gcd.patience', patience, 0, max_steps)
+  digits = len(str(max_number))
 
   def draw(rng: random.Random) -> tuple[str, Prompt]:
     divisor, steps = rng.randint(1, max_divisor), None
     while steps is None:
       a, b = (divisor * rng.randint(1, max_number // divisor) for _ in range(2))
       steps = _subtractions(a, b, max_steps) if math.gcd(a, b) == divisor else None
-    worked = '' if rng.random() < terse else ';'.join(steps)
-    return f'{min(a, b)} {max(a, b)}', Prompt(f'gcd {a} {b}>', str(divisor), f'{worked}#{divisor}')
+    taken = steps[:patience] if rng.random() < hasty else steps
+    write = lambda pair: ' '.join(f'{x:0{digits}}' for x in pair)
+    demonstration = ';'.join(map(write, taken)) + f'#{min([(a, b), *taken][-1])}'
+    return f'{min(a, b)} {max(a, b)}', Prompt(f'gcd {write((a, b))}>', str(divisor), demonstration)
 
-  digits = len(str(max_number))
-  longest = len(f'gcd {max_number} {max_number}>'), max_steps * (2 * digits + 2) + len(str(max_divisor))
+  longest = len(f'gcd {max_number} {max_number}>'), max_steps * (2 * digits + 2) + digits
   return _task('gcd', draw, _verify_result, longest, size, heldout, seed)
 
 
@@ -164,7 +170,7 @@ def _value(numbers: Sequence[int], signs: Sequence[str]) -> int:
   return total + term
 
 
-def _subtractions(a: int, b: int, most: int) -> list[str] | None:
+def _subtractions(a: int, b: int, most: int) -> list[tuple[int, int]] | None:
   """The pairs of Euclid's first method, the larger number less the smaller until they are equal; None if over `most` pairs.
 
   Every step is a subtraction of what stands right before it, so what is learned of one pair carries over to others.
@@ -172,7 +178,7 @@ def _subtractions(a: int, b: int, most: int) -> list[str] | None:
   steps = []
   while a != b and len(steps) <= most:
     a, b = (a - b, b) if a > b else (a, b - a)
-    steps.append(f'{a} {b}')
+    steps.append((a, b))
   return steps if len(steps) <= most else None
 
 
