@@ -9,4 +9,4 @@ export ROLLOUT_JAX_CACHE=${ROLLOUT_JAX_CACHE:-$root/.cache/jax}
 mkdir -p "$ROLLOUT_JAX_CACHE"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m pytest "$@"
+"$python" -m pytest -n 2 --dist worksteal "$@" # two processes: compiling keeps one core busy

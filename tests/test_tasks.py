@@ -122,7 +122,7 @@ def test_demonstrations_of_gcd_are_euclids_subtractions_and_as_long_as_stated():
     lengths.add(len(steps))
     pairs.add(tuple(pair))
   assert lengths == set(range(7))
-  assert tasks.gcd(max_number=9, max_steps=8, heldout=1).answer_length == len('9 9;') * 8 + len('#9') - 1
+  assert tasks.gcd(max_number=9, max_steps=8, heldout=1).answer_length == len('9 9;') * 8 + len('#5') - 1
   assert (40, 1) not in pairs and (1, 7) in pairs
 
 

@@ -36,10 +36,10 @@ Draw = Callable[[random.Random], tuple[str, Prompt]]
 def gcd(
   *,
   max_number: int = 99,
-  max_divisor: int = 9,
+  max_divisor: int = 5,
   max_steps: int = 8,
   hasty: float = 0.0,
-  patience: int = 2,
+  patience: int = 3,
   size: int = 65536,
   heldout: int = 512,
   seed: int = 0,
