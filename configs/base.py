@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
     'epochs': 1,  # times a batch is used
     'minibatches': 1,  # optimizer steps per epoch
     'microbatch': 32,  # rows per forward and backward
-    'share_prompts': False,  # compute a group's prompt once per forward and backward, not once per row
+    'share_prompts': False,  # compute a group's prompt once per forward, not per row; microbatches then hold whole groups
     'optimizer': {
       'name': 'adamw',
       'learning_rate': 3e-4,

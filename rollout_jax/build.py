@@ -159,7 +159,7 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
   chain = chains.chain(*members)
   scores = chains.reads_score(members, loss, updates)
   train_step = make_train_step(
-    scorer=_scorer(config, base.policy, sampling, chains.group_size(members, rollout.group)),
+    scorer=_scorer(config, base.policy, sampling, chain.group_size(rollout.group), shards),
     chain=chain,
     objective=Objective(
       loss=loss,
@@ -203,13 +203,13 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
   )
 
 
-def _scorer(config: ConfigDict, policy: Policy, sampling: Distribution, group: int) -> Scorer:
+def _scorer(config: ConfigDict, policy: Policy, sampling: Distribution, group: int, shards: int) -> Scorer:
   if not config.share_prompts:
     return scorer(policy, sampling)
   if config.microbatch % group:
     raise ConfigError(
       f'microbatch is {config.microbatch}, but with share_prompts the {group} rows of a group are trained together: make it a '
-      f'multiple of {group}, or set share_prompts=False.'
+      f'multiple of {math.lcm(group, shards)}, or set share_prompts=False.'
     )
   return group_scorer(policy, sampling, group, config.rollout.prompt_length)
 

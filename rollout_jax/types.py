@@ -4,9 +4,9 @@ Axes, written as suffixes of array names:
 
   P prompts in a batch     G rollouts per prompt    B rows (P * G)       T tokens of a row (prompt and answer)
   S decode slots           J rows in one transfer   E end tokens         W tokens per decode forward
-  R packed rows            L packed row length      n flat tokens        N prompts of a task
+  R packed rows, prompts   L tokens of these        n flat tokens        N prompts of a task
   V vocabulary             D width                  H query heads        K key/value heads
-  C head channels          F feed-forward width
+  C head channels          F feed-forward width     A tokens of an answer
 
 One look tells which world a type belongs to: a `flax.struct.dataclass` holds arrays of fixed shape and lives on the
 device, a frozen dataclass lives on the host, and a `NamedTuple` is a bundle of pure functions.

@@ -100,11 +100,16 @@ def _check_finite(loss: float, updates: int) -> None:
 
 
 def demonstrations(base: Base, plan: Plan, step: int) -> Packed:
-  """The demonstrations of an update, packed: a new order each epoch, answer and end token in the loss."""
+  """The demonstrations of an update, packed: a new order each epoch, answer and end token in the loss.
+
+  Rows are as long as those of RL, so only demonstrations of at most half of that share one.
+  """
+  shards = base.mesh.shape['data'] * base.mesh.shape['fsdp']
+  shape_RL = -(-plan.batch // shards) * shards, base.length
   packed = Packed(
-    tokens_RL=np.full((plan.batch, base.length), base.tokenizer.pad, np.int32),
-    segment_RL=np.zeros((plan.batch, base.length), np.int32),
-    keep_RL=np.zeros((plan.batch, base.length), np.float32),
+    tokens_RL=np.full(shape_RL, base.tokenizer.pad, np.int32),
+    segment_RL=np.zeros(shape_RL, np.int32),
+    keep_RL=np.zeros(shape_RL, np.float32),
   )
   numbers = range(step * plan.batch, (step + 1) * plan.batch)
   drawn = [_demonstration(base, plan, number) for number in numbers]
@@ -113,7 +118,7 @@ def demonstrations(base: Base, plan: Plan, step: int) -> Packed:
     end = start + len(ids)
     packed.tokens_RL[row, start:end] = ids
     packed.segment_RL[row, start:end] = packed.segment_RL[row].max() + 1
-    packed.keep_RL[row, start + asked : end] = 1
+    packed.keep_RL[row, start + max(asked, 1) : end] = 1  # nothing predicts a first token
   return packed
 
 

@@ -119,6 +119,13 @@ def test_every_order_is_about_as_likely_and_neighbours_are_independent():
 KEY_OF_WHOLE = jax.random.key(3)
 
 
+def test_an_epoch_of_almost_two_to_the_31_ends_where_it_should():
+  member = curricula.uniform(2**31 - 1, 8)
+  state = member.init().replace(epoch=jnp.int32(3), cursor=jnp.int32(2**31 - 4))
+  state, prompt_P = jax.jit(member.sample)(state, KEY)
+  assert (int(state.epoch), int(state.cursor)) == (4, 5) and (np.asarray(prompt_P) >= 0).all()
+
+
 # Pass rates.
 
 

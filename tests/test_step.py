@@ -8,7 +8,7 @@ import pytest
 from rollout_jax.distribution import distribution
 from rollout_jax.losses.aggregation import DENOMINATORS, MODES
 from rollout_jax.transforms import combine_rewards, drop_degenerate, group_advantage, pods, tis
-from rollout_jax.types import Outcome
+from rollout_jax.types import ConfigError, Outcome, Source
 from tests import machines, tiny
 from tests.machines import Trainer
 
@@ -94,9 +94,11 @@ HOLES = np.array([[0, 1, 1, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0]], bool)
 )
 @pytest.mark.parametrize('exists', [None, HOLES])
 def test_gradient_does_not_change_when_the_rows_of_a_group_share_their_prompt(settings, together, exists):
-  if exists is not None and together == 2:
-    exists = None  # pods wants whole groups
   batch = machines.batch(correct=CORRECT, exists=exists)
+  there_PG1 = batch.exists_PG[:, :, None]
+  batch = batch.replace(
+    tokens_PGT=np.where(there_PG1, batch.tokens_PGT, 0), source_PGT=np.where(there_PG1, batch.source_PGT, Source.PAD)
+  )
   results = []
   for rows in (1, together):
     trainer = Trainer(together=rows, **settings)
@@ -106,6 +108,12 @@ def test_gradient_does_not_change_when_the_rows_of_a_group_share_their_prompt(se
   assert np.abs(expected).max() > 1e-4
   np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=2e-6)
   assert report == pytest.approx(shared, rel=1e-4, abs=1e-5)
+
+
+def test_sharing_prompts_refuses_groups_of_another_size_than_it_was_made_for():
+  trainer = Trainer(together=4, members=(combine_rewards(), drop_degenerate(), pods(m=2), group_advantage()))
+  with pytest.raises(ConfigError, match='groups of 4 rows, but 2 are scored'):
+    trainer(trainer.start(), machines.batch(correct=CORRECT))
 
 
 def test_gradient_does_not_change_with_padding_or_the_pad_id():

@@ -253,7 +253,7 @@ def test_a_compact_task_is_quick_to_build_and_to_draw_from():
 @pytest.mark.parametrize(
   ('name', 'section', 'message'),
   [
-    ('gcd', {'patience': 9}, 'gcd.patience must be from 0 to 8, but is 9'),
+    ('gcd', {'patience': 9, 'hasty': 0.5}, 'gcd.patience must be from 0 to 8, but is 9'),
     ('gcd', {'max_number': 9, 'max_divisor': 10}, 'gcd.max_divisor must be from 1 to 9, but is 10'),
     ('gcd', {'max_number': 10000}, 'gcd.max_number must be from 5 to 999, but is 10000'),
     ('countdown', {'size': 0}, 'countdown.size must be from 1'),

@@ -13,7 +13,7 @@ import numpy as np
 from rollout_jax.keys import wrap
 from rollout_jax.types import Array, Curriculum
 
-ROUNDS = 6  # of the Feistel network; four make a pseudorandom permutation (Luby and Rackoff 1988)
+ROUNDS = 6  # of the Feistel network
 
 
 @flax.struct.dataclass
@@ -34,21 +34,22 @@ def uniform(size: int, prompts: int) -> Curriculum:
     return Place(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
   def sample(state: Place, key: Array) -> tuple[Place, Array]:
-    place_P = state.cursor + jnp.arange(prompts, dtype=jnp.int32)
+    place_P = state.cursor.astype(jnp.uint32) + jnp.arange(prompts, dtype=jnp.uint32)  # may pass 2**31
     prompt_P = jax.vmap(lambda epoch, place: permuted(jax.random.fold_in(wrap(key), epoch), place, size))(
-      state.epoch + place_P // size, place_P % size
+      state.epoch + (place_P // size).astype(jnp.int32), place_P % size
     )
-    after = state.cursor + prompts
-    return Place(state.epoch + after // size, after % size), prompt_P
+    after = state.cursor.astype(jnp.uint32) + prompts
+    epochs, cursor = ((x.astype(jnp.int32)) for x in (after // size, after % size))
+    return Place(state.epoch + epochs, cursor), prompt_P
 
   return Curriculum(init, sample, lambda batch, state: state)
 
 
 def permuted(key: Array, place: Array, size: int) -> Array:
-  """What stands at `place` of a random order of 0 ... size - 1 that the key names; costs the same whatever the size.
+  """What stands at `place` of a random order of 0 ... size - 1 that the key names; costs the same whatever the size is.
 
   A Feistel network permutes the numbers of an even number of bits, and is applied again until the number is below `size`
-  (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002). At most 4 applications on average.
+  (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002): at most 4 times on average.
   """
   half = max(1, math.ceil((size - 1).bit_length() / 2))
   mask = np.uint32((1 << half) - 1)

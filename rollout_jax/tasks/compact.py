@@ -12,7 +12,7 @@ target. A hash of that puts a quarter of all problems on the held-out side, the 
 and held-out prompts are drawn alike, one by one, each from its side: a small set of problems has repeats on both.
 """
 
-import math
+import bisect
 import random
 import re
 import string
@@ -46,25 +46,28 @@ def gcd(
 ) -> Task:
   """Greatest common divisor of two numbers from 1 to `max_number`; the answer stands after the last #.
 
-  The divisor is drawn first, evenly from 1 to `max_divisor`, so that no one answer is right for most pairs (of two
-  numbers drawn at will, six in ten pairs have 1). Then any pair that has it and of which Euclid's subtraction makes equal
-  numbers in at most `max_steps` steps. Numbers are written with equally many digits, so that digits which are subtracted
-  stand equally far apart everywhere. A share `hasty` of the demonstrations stops after `patience` steps and takes the
-  smaller number for the divisor, which is right for some pairs only: a policy that imitates both habits can learn by RL
-  which one pays.
+  The divisor is drawn first, evenly from 1 to `max_divisor` (before the pairs go to their sides, so each side is a little
+  off), so that no one answer is right for most pairs: of two numbers drawn at will, six in ten pairs have 1. Then any pair
+  that has it and of which Euclid's subtraction makes equal numbers in at most `max_steps` steps. Few steps leave few
+  pairs: by default 910 in either order, of which 261 are held out. Numbers are written with equally many digits, so that
+  digits which are subtracted stand equally far apart everywhere. A share `hasty` of the demonstrations stops after
+  `patience` steps and takes the smaller number for the divisor, which is right for some pairs only: a policy that imitates
+  both habits can learn by RL which one pays.
   """
   check_range('gcd.max_number', max_number, 5, 999)
   check_range('gcd.max_divisor', max_divisor, 1, max_number)
   check_range('gcd.max_steps', max_steps, 2, 99)
   check_range('gcd.hasty', hasty, 0, 1)
-  check_range('gcd.patience', patience, 0, max_steps)
+  if hasty:
+    check_range('gcd.patience', patience, 0, max_steps)
   digits = len(str(max_number))
+  pairs = _coprime(max_number, max_steps)
+  larger = [max(pair) for pair in pairs]
 
   def draw(rng: random.Random) -> tuple[str, Prompt]:
-    divisor, steps = rng.randint(1, max_divisor), None
-    while steps is None:
-      a, b = (divisor * rng.randint(1, max_number // divisor) for _ in range(2))
-      steps = _subtractions(a, b, max_steps) if math.gcd(a, b) == divisor else None
+    divisor = rng.randint(1, max_divisor)
+    a, b = (divisor * x for x in pairs[rng.randrange(bisect.bisect(larger, max_number // divisor))])
+    steps = _subtractions(a, b)
     taken = steps[:patience] if rng.random() < hasty else steps
     write = lambda pair: ' '.join(f'{x:0{digits}}' for x in pair)
     demonstration = ';'.join(map(write, taken)) + f'#{min([(a, b), *taken][-1])}'
@@ -170,16 +173,25 @@ def _value(numbers: Sequence[int], signs: Sequence[str]) -> int:
   return total + term
 
 
-def _subtractions(a: int, b: int, most: int) -> list[tuple[int, int]] | None:
-  """The pairs of Euclid's first method, the larger number less the smaller until they are equal; None if over `most` pairs.
+def _coprime(most_number: int, most_steps: int) -> list[tuple[int, int]]:
+  """The pairs without a common divisor that subtraction makes equal in at most `most_steps` steps, by the larger number."""
+  found = level = [(1, 1)]
+  for _ in range(most_steps):
+    level = [pair for a, b in level for pair in ((a + b, b), (a, a + b)) if max(pair) <= most_number]
+    found = found + level
+  return sorted(found, key=max)
+
+
+def _subtractions(a: int, b: int) -> list[tuple[int, int]]:
+  """The pairs of Euclid's first method, the larger number less the smaller until they are equal.
 
   Every step is a subtraction of what stands right before it, so what is learned of one pair carries over to others.
   """
   steps = []
-  while a != b and len(steps) <= most:
+  while a != b:
     a, b = (a - b, b) if a > b else (a, b - a)
     steps.append((a, b))
-  return steps if len(steps) <= most else None
+  return steps
 
 
 def _by_parts(a: int, b: int) -> str:

@@ -61,9 +61,10 @@ def scorer(policy: Policy, distribution: Distribution) -> Scorer:
 def group_scorer(policy: Policy, distribution: Distribution, group: int, prompt_length: int) -> Scorer:
   """Groups of `group` rows with one prompt of up to `prompt_length` tokens, which is computed once for all of them.
 
-  The same log-probs and gradients as each row by itself, for P * L + B * (T - L) tokens of work instead of B * T
+  The same log-probs and gradients as each row by itself, for P * L + B * A tokens of work instead of B * T = B * (L + A)
   (PrefixGrouper, arXiv 2506.05433). It is what the decoder does: the prompt is prefilled, and its keys and values are
-  copied to each row, which goes on from its prompt's last token; the copies' gradients add up. Prompt tokens get no log-prob.
+  copied to each row, which goes on from its prompt's last token; the copies' gradients add up. Prompt tokens get no
+  log-prob. Over devices, microbatches of fewer groups than data * fsdp are computed whole on each of them.
   """
   return Scorer(
     functools.partial(_score_groups, policy, distribution, group, prompt_length), group, distribution.filters

@@ -30,7 +30,7 @@ from rollout_jax.training.microbatch import fold
 from rollout_jax.training.score import Scorer, score_rows
 from rollout_jax.training.state import TrainState
 from rollout_jax.transforms.chain import Chain
-from rollout_jax.types import Array, Curriculum, Loss, Mean, PyTree, Report, RolloutBatch, Source, Tokens
+from rollout_jax.types import Array, ConfigError, Curriculum, Loss, Mean, PyTree, Report, RolloutBatch, Source, Tokens
 
 
 @flax.struct.dataclass
@@ -88,6 +88,7 @@ def make_train_step(
     rewarded = chain.reward(collected, state.transform_state, **extra)
     batch, transform_state, report = chain.before_score(collected, state.transform_state, **extra)
     live_B = _rows(jnp.any(batch.keep_PGT > 0, axis=2))
+    _check_group(scorer, batch)
     rows = _rows(batch.tokens_PGT), _prompt_lengths(batch), live_B, schedule.micro
     if score_proximal or scorer.filters:
       logp_BT, inside_BT = score_rows(scorer, state.params['policy'], *rows)
@@ -129,6 +130,7 @@ def make_train_step(
 
   def _update(state: TrainState, batch: RolloutBatch) -> tuple[TrainState, Report]:
     """One optimizer step on one minibatch; nothing changes if no token is kept, or if something is not finite."""
+    _check_group(scorer, batch)
     keep_PGT = batch.keep_PGT * batch.exists_PG[:, :, None]
     kept_PG = jnp.sum(keep_PGT, axis=2)
     live_B = _rows(kept_PG > 0)
@@ -210,6 +212,14 @@ def make_train_step(
 def _rows(x: Array | None) -> Array | None:
   """[P, G, ...] -> [B, ...]."""
   return None if x is None else x.reshape(-1, *x.shape[2:])
+
+
+def _check_group(scorer: Scorer, batch: RolloutBatch) -> None:
+  if scorer.together > 1 and batch.shape[1] != scorer.together:
+    raise ConfigError(
+      f'share_prompts was made for groups of {scorer.together} rows, but {batch.shape[1]} are scored: a member that selects '
+      'rows stands behind one that reads scores, or does not declare group_size. Set share_prompts=False.'
+    )
 
 
 def _prompt_lengths(batch: RolloutBatch) -> Array:

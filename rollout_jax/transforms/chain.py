@@ -6,7 +6,6 @@ tokens of each row in the loss, before its first member of phase FILTER or later
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -152,11 +151,6 @@ def check(members: Sequence[Transform], loss: Loss, shape: tuple[int, int, int],
   parts = chain(*members)
   extra = {'version': jax.ShapeDtypeStruct((), jnp.int32)}
   jax.eval_shape(lambda batch, extra: _both_halves(parts, batch, extra), _abstract(shape), extra)
-
-
-def group_size(members: Sequence[Transform], group: int) -> int:
-  """Rows of a group that are left for training, of `group` that were rolled out."""
-  return functools.reduce(lambda size, member: member.spec.group_size(size), members, group)
 
 
 def _check_order(specs: Sequence[Spec]) -> None:
