@@ -3,8 +3,7 @@ r"""The small run that ablations compare forks of: quickstart cut short, at most
   python -m experiments.ablate --config=configs/evidence.py \
     --forks=configs/pods.py,configs/dynamic.py --seeds=3 --out=runs/ablation
 
-Alone on 2 CPU cores a run takes 1.5 to 2.8 minutes by the machine, a warm start of its own included; seed 0 goes from
-0.29 to 0.40 or 0.44.
+A run takes 2 to 3 minutes on one or two CPU cores, after the warm start that all of them share; seed 0 goes from 0.31 to 0.42.
 """
 
 from configs import quickstart
