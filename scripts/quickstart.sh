@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment, then teaches a small transformer a reasoning task by RL: bash scripts/quickstart.sh [WORKDIR]
-# Nine and a half minutes alone on two cores of an AMD EPYC, after the installation. Stop it with Ctrl-C; the same command
-# goes on from there.
+# About ten minutes alone on two cores of an AMD EPYC, after the installation. Stop it with Ctrl-C; the same
+# command goes on from there.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 workdir=${1:-runs/quickstart}
