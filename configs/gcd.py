@@ -3,9 +3,9 @@
 python -m experiments.train --config=configs/gcd.py --workdir=runs/gcd
 
 Six in ten demonstrations stop after three subtractions, where there are more, and take the smaller number for the divisor,
-which is right for less than three pairs in ten. The warm start imitates that; RL learns in some ten steps that it pays to go on, and
-answers get longer. Six minutes on one CPU core; held-out greedy accuracy goes from 0.26-0.33 to 0.72-0.76 (three seeds); see
-the results in README.
+which is right for less than three pairs in ten. The warm start imitates that; RL learns in some ten steps that it pays to
+go on, and answers get longer. Six minutes on one CPU core; held-out greedy accuracy goes from 0.26-0.33 to 0.72-0.76 (three
+seeds); see the results in README.
 """
 
 from configs import quickstart

@@ -2,9 +2,9 @@
 
 bash scripts/quickstart.sh
 
-About ten minutes alone on 2 cores of an AMD EPYC, warm start included. Held-out greedy accuracy goes from
-0.27-0.32 to 0.57-0.62 (three seeds); see the results in README. The learning rate is low so that answers stay varied: at 5e-4 groups
-soon agree, and nothing is learned from a group that agrees.
+About ten minutes alone on 2 cores of an AMD EPYC, warm start included. Held-out greedy accuracy goes from 0.27-0.32 to
+0.57-0.62 (three seeds); see the results in README. The learning rate is low so that answers stay varied: at 5e-4 groups soon
+agree, and nothing is learned from a group that agrees.
 """
 
 from configs import base
