@@ -102,7 +102,7 @@ def _check_finite(loss: float, updates: int) -> None:
 def demonstrations(base: Base, plan: Plan, step: int) -> Packed:
   """The demonstrations of an update, packed: a new order each epoch, answer and end token in the loss.
 
-  Rows are as long as those of RL, so only demonstrations of at most half of that share one.
+  Rows are as long as those of RL: demonstrations share one if they fit into it together, which long ones never do.
   """
   shards = base.mesh.shape['data'] * base.mesh.shape['fsdp']
   shape_RL = -(-plan.batch // shards) * shards, base.length

@@ -39,14 +39,14 @@ def uniform(size: int, prompts: int) -> Curriculum:
       state.epoch + (place_P // size).astype(jnp.int32), place_P % size
     )
     after = state.cursor.astype(jnp.uint32) + prompts
-    epochs, cursor = ((x.astype(jnp.int32)) for x in (after // size, after % size))
-    return Place(state.epoch + epochs, cursor), prompt_P
+    state = Place(state.epoch + (after // size).astype(jnp.int32), (after % size).astype(jnp.int32))
+    return state, prompt_P
 
   return Curriculum(init, sample, lambda batch, state: state)
 
 
 def permuted(key: Array, place: Array, size: int) -> Array:
-  """What stands at `place` of a random order of 0 ... size - 1 that the key names; costs the same whatever the size is.
+  """What stands at `place` of a random order of 0 ... size - 1 that the key names, without making the order.
 
   A Feistel network permutes the numbers of an even number of bits, and is applied again until the number is below `size`
   (cycle walking: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002): at most 4 times on average.
