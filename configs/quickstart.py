@@ -18,6 +18,6 @@ def get_config():
   config.microbatch, config.share_prompts = 32, True
   config.sft.steps, config.sft.decay_to = 140, 1.0  # cut short
   config.optimizer.learning_rate, config.optimizer.decay, config.optimizer.decay_to = 2e-4, 'linear', 0.05
-  config.steps = 2000
+  config.steps = 1800
   config.checkpoint.every = config.evaluation.every = 200
   return config
