@@ -5,7 +5,7 @@ a threshold on the logit: tokens tied with the last one kept are kept too, so th
 
 A draw is an inverse CDF in two levels, with a fresh uniform for each: the block of the vocabulary, then the token in
 the block. It stays accurate at 150k tokens, where one level could never draw some of them, and needs no random number
-per token. A sort runs only if top-k or top-p are on.
+per token. No filter sorts the vocabulary but top-k.
 """
 
 import math
@@ -14,10 +14,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from rollout_jax import keys
 from rollout_jax.types import Array, ConfigError
 
+INFINITY = 0x7F800000  # the bits of float32's infinity
 TRIANGLE = 256  # longest cumulative sum that is done as a product with a triangle of ones (faster than cumsum)
 
 
@@ -116,14 +119,61 @@ def keep_set(scaled_xV: Array, top_k: int, top_p: float, min_p: float) -> Array:
   if 0 < top_k < scaled_xV.shape[-1]:
     keep_xV = scaled_xV >= jax.lax.top_k(scaled_xV, top_k)[0][..., -1:]
   if top_p < 1:
-    sorted_xV = jnp.sort(jnp.where(keep_xV, scaled_xV, -jnp.inf), axis=-1, descending=True)
-    mass_xV = jax.nn.softmax(sorted_xV, axis=-1)
-    above_xV = jnp.cumsum(mass_xV, axis=-1) - mass_xV  # mass of the tokens that are more probable
-    last_x1 = jnp.where((above_xV < top_p) & (mass_xV > 0), sorted_xV, jnp.inf).min(axis=-1, keepdims=True)
-    keep_xV = keep_xV & (scaled_xV >= last_x1)
+    keep_xV = keep_xV & nucleus(jnp.where(keep_xV, scaled_xV, -jnp.inf), top_p)
   if min_p > 0:
     keep_xV = keep_xV & (scaled_xV >= scaled_xV.max(axis=-1, keepdims=True) + math.log(min_p))
   return keep_xV
+
+
+def nucleus(scaled_xV: Array, top_p: float) -> Array:
+  """True for the tokens that top-p keeps: those whose more probable tokens hold less than `top_p` of the mass.
+
+  No sort: the crossing is searched between two distances from the largest logit, `near` (kept) and `far` (not kept), with
+  three probes a pass, by their bit patterns, which are ordered as the distances are. A row is settled once one token
+  alone is left between the two: that is the one at which the mass crosses. At most 16 passes; ties need most.
+  """
+  mass_xV, top_x1 = _mass(scaled_xV, None)
+  distance_xV = top_x1 - scaled_xV
+  total_x = _sum(mass_xV)
+
+  def within(bits_x: Array) -> tuple[Array, Array]:
+    """Mass and number of the tokens nearer than this distance."""
+    nearer_xV = distance_xV < lax.bitcast_convert_type(bits_x, jnp.float32)[..., None]
+    return _sum(jnp.where(nearer_xV, mass_xV, 0.0)), _sum(nearer_xV.astype(jnp.float32))
+
+  def narrow(carry):
+    near_x, far_x, fewer_x, more_x, probes = carry
+    for probe_x in probes:
+      mass_x, number_x = within(probe_x)
+      kept_x = (mass_x < top_p * total_x) & (probe_x >= near_x)
+      out_x = (mass_x >= top_p * total_x) & (probe_x <= far_x)
+      near_x, fewer_x = jnp.where(kept_x, probe_x, near_x), jnp.where(kept_x, number_x, fewer_x)
+      far_x, more_x = jnp.where(out_x, probe_x, far_x), jnp.where(out_x, number_x, more_x)
+    return near_x, far_x, fewer_x, more_x, _between(near_x, far_x)
+
+  def unsettled(carry):
+    near_x, far_x, fewer_x, more_x, _ = carry
+    return jnp.any((more_x - fewer_x > 1) & (far_x - near_x > 1))
+
+  like_x = jnp.zeros(total_x.shape, jnp.int32)
+  far_x = like_x + INFINITY
+  first = [like_x + int(np.float32(d).view(np.int32)) for d in (0.5, 4.0, 32.0)]
+  start = like_x, far_x, jnp.zeros(total_x.shape), jnp.full(total_x.shape, jnp.inf), first
+  far_x = lax.while_loop(unsettled, narrow, start)[1]
+  return distance_xV < lax.bitcast_convert_type(far_x, jnp.float32)[..., None]
+
+
+def _between(near_x: Array, far_x: Array) -> list[Array]:
+  """Three bit patterns that divide the gap into four; no sum of two of them, which could overflow."""
+  gap_x = far_x - near_x
+  return [near_x + gap_x // 4, near_x + gap_x // 2, far_x - gap_x // 4]
+
+
+def _sum(x_xV: Array) -> Array:
+  """Sum over the last axis, in rows of 128 that are added up first: several times faster on CPU, and more accurate."""
+  V = x_xV.shape[-1]
+  padded_xV = jnp.pad(x_xV, [(0, 0)] * (x_xV.ndim - 1) + [(0, -V % 128)])
+  return padded_xV.reshape(*x_xV.shape[:-1], -1, 128).sum(axis=-2).sum(axis=-1)
 
 
 def uniforms(key_B2: Array, position_B: Array) -> Array:

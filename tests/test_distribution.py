@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rollout_jax import keys
-from rollout_jax.distribution import block_size, distribution, draw_from, keep_set
+from rollout_jax.distribution import block_size, distribution, draw_from, keep_set, nucleus
 from rollout_jax.types import ConfigError
 
 SETTINGS = [
@@ -119,6 +119,31 @@ def test_tokens_tied_with_the_last_one_kept_are_kept():
   np.testing.assert_array_equal(keep_set(logits_1V, 9, 1.0, 0.9)[0], [True, True, False, False])
 
 
+NUCLEUS = jax.jit(nucleus)
+KINDS = {
+  'normal': lambda rng, V: 3 * rng.standard_normal(V),
+  'flat': lambda rng, V: np.full(V, 1.5),
+  'nearly flat': lambda rng, V: 7 + 1e-6 * rng.standard_normal(V),
+  'peaked': lambda rng, V: np.where(np.arange(V) == V // 3, 40.0, rng.standard_normal(V)),
+  'ties': lambda rng, V: np.round(2 * rng.standard_normal(V)),
+  'far': lambda rng, V: -np.geomspace(1e-6, 3e4, V),
+}
+
+
+@pytest.mark.parametrize('vocabulary', [7, 128, 1000])
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('top_p', [0.05, 0.5, 0.9, 0.999999])
+def test_the_nucleus_is_what_a_sort_gives(kind, vocabulary, top_p):
+  logits_BV = np.stack([KINDS[kind](np.random.default_rng(i), vocabulary) for i in range(4)]).astype(np.float32)
+  keep_BV = np.asarray(NUCLEUS(logits_BV, top_p))
+  for logits_V, keep_V in zip(logits_BV.astype(np.float64), keep_BV, strict=True):
+    mass_V = np.exp(logits_V - logits_V.max())
+    above_V = np.array([mass_V[logits_V > x].sum() for x in logits_V]) / mass_V.sum()
+    clear_V = np.abs(above_V - top_p) > 1e-6  # sums in float32 may fall on either side
+    np.testing.assert_array_equal(keep_V[clear_V], (above_V < top_p)[clear_V])
+    assert keep_V[logits_V.argmax()] and np.array_equal(keep_V, logits_V >= logits_V[keep_V].min())
+
+
 @pytest.mark.parametrize('vocabulary', [8, 100, 32768 + 5])
 def test_a_token_of_zero_mass_is_never_drawn_at_any_edge(vocabulary):
   size = block_size(vocabulary)
@@ -180,13 +205,13 @@ def test_a_draw_depends_on_its_own_key_and_position_only():
   assert (draw(logits_BV, key_B2, position_B + 1)[0] != token_B).any()
 
 
-def test_no_sort_runs_when_top_k_and_top_p_are_off():
+def test_nothing_but_top_k_sorts():
   def sorts(**settings):
     program = jax.make_jaxpr(distribution(**settings).draw)(logits_of(4, 64), row_keys(4), jnp.zeros(4, jnp.int32))
     return ' sort[' in str(program) or ' top_k[' in str(program)
 
   assert not sorts(temperature=0.5, min_p=0.1)
-  assert sorts(top_p=0.9) and sorts(top_k=3)
+  assert not sorts(top_p=0.9) and sorts(top_k=3)
 
 
 @pytest.mark.parametrize(
