@@ -13,7 +13,7 @@ from rollout_jax.losses.kl import add, kl
 from rollout_jax.mesh import make_mesh, replicated, sharding, shardings
 from rollout_jax.models.transformer import Shape, transformer
 from rollout_jax.training.optimizer import optimizer
-from rollout_jax.training.score import group_scorer, scorer
+from rollout_jax.training.score import scorer
 from rollout_jax.training.state import init_state, state_shardings
 from rollout_jax.training.step import Objective, Schedule, make_train_step
 from rollout_jax.transforms import chain as chains
@@ -43,6 +43,9 @@ class Trainer:
     minibatches=1,
     micro=4,
     together=1,
+    room=0,
+    chunk=0,
+    remat='none',
     sampling=PLAIN,
     rate=1.0,
     name='sgd',
@@ -55,7 +58,7 @@ class Trainer:
     )
     scores = chains.reads_score(members, loss, epochs * minibatches)
     step = make_train_step(
-      scorer=scorer(POLICY, sampling) if together == 1 else group_scorer(POLICY, sampling, together, tiny.PROMPT),
+      scorer=scorer(POLICY, sampling, length=room or together * tiny.T, together=together, chunk=chunk, remat=remat),
       chain=chain,
       objective=Objective(loss, row_weight(mode, denominator, constant=float(tiny.T))),
       curriculum=curriculum,

@@ -67,6 +67,8 @@ def same(first, second):
   'changes',
   [
     dict(rollout__slots=16),
+    dict(rollout__halvings=0),
+    dict(rollout__halvings=3, rollout__length_step=8, rollout__chunk=3),
     dict(rollout__chunk=3),
     dict(rollout__refill=8),
     dict(rollout__prefill=2),
@@ -104,7 +106,23 @@ def test_the_books_of_a_round_balance(desks):
   assert result.usage.decoded == sum(row.decoded for row in rows)
   assert all(row.stop in (Stop.EOS, Stop.LENGTH) for row in rows)
   assert all(set(row.version_T[row.source_T == 2].tolist()) == {7} for row in rows)
-  assert result.usage.slot_steps == result.usage.forwards * tiny.SLOTS >= result.usage.decoded
+  assert result.usage.forwards * tiny.SLOTS >= result.usage.slot_steps >= result.usage.decoded
+
+
+def test_few_rows_decode_in_fewer_slots(desks):
+  """Law 8: where a tail of long rows runs, a forward costs less. Each row ends within the budget of its own."""
+  budget = lambda request: 30 if request.rollout == request.prompt == 1 else 3
+
+  def tailed(halvings):
+    parts = desks(rollout__halvings=halvings, rollout__chunk=4)
+    result, _ = roll_out(parts, desk=dataclasses.replace(parts.desk, budget=budget))
+    assert all(row.decoded <= budget(row.request) for group in result.groups for row in group.rows)
+    return result
+
+  whole, halved = tailed(0), tailed(2)
+  assert same(whole, halved) <= 1
+  assert whole.usage.slot_steps == whole.usage.forwards * tiny.SLOTS
+  assert halved.usage.slot_steps < 0.75 * whole.usage.slot_steps
 
 
 def test_every_row_gets_the_verdict_of_its_own_text(desks):
@@ -122,7 +140,7 @@ def test_dynamic_refills_until_its_bound_and_keeps_the_order_of_drawing(desks):
 
 
 @pytest.mark.parametrize('delay', [0, 1, 3])
-def test_a_verdict_reaches_the_scheduler_exactly_delay_chunks_after_the_row_ended(desks, delay):
+def test_a_verdict_reaches_the_scheduler_exactly_delay_chunks_after_the_row_came_down(desks, delay):
   parts, scheduler, chunks, settled = desks(verifier__delay=delay), synchronous(PROMPTS, tiny.G), [], []
 
   def generate(*arguments):
@@ -134,9 +152,10 @@ def test_a_verdict_reaches_the_scheduler_exactly_delay_chunks_after_the_row_ende
     return scheduler.settle(state, position, verdict)
 
   desk = dataclasses.replace(parts.desk, engine=parts.desk.engine._replace(generate=generate))
-  result, told = roll_out(parts, desk, scheduler._replace(settle=settle))  # told: rows that ended, chunk by chunk
-  assert settled == [min(chunk + delay, len(told)) for chunk, rows in enumerate(told, 1) for _ in range(rows)]
-  assert result.usage.chunks == len(chunks)
+  result, told = roll_out(parts, desk, scheduler._replace(settle=settle))  # told: rows that came down, look by look
+  most = len(chunks)
+  assert settled == [min(look + delay, most) for look, rows in enumerate(told, 1) for _ in range(rows)]
+  assert result.usage.chunks == most
 
 
 def hostile(*, heldout: int = 8):

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from rollout_jax import keys, mesh
+from rollout_jax.decoding.buckets import Bucket, ladder
 from rollout_jax.decoding.engine import engine
-from rollout_jax.decoding.rows import extend, pad_prompts, prompt_row, to_device, to_host
+from rollout_jax.decoding.rows import extend, pack_prompts, prompt_row, to_device, to_host
 from rollout_jax.distribution import distribution
 from rollout_jax.models.transformer import Shape, transformer
 from rollout_jax.types import ConfigError, Request, Source, Stop
@@ -37,8 +38,12 @@ def settings_of(name: str):
 
 @functools.cache
 def engine_of(name: str = 'plain', slots: int = tiny.SLOTS, end: tuple = END, axes: tuple = (1, 1, 1)):
-  sizes = dict(slots=slots, length=tiny.T, prompt_length=tiny.PROMPT)
+  sizes = dict(ladder=ladder_of(slots), prompt_length=tiny.PROMPT)
   return engine(POLICY, settings_of(name), **sizes, end_tokens=end, mesh=mesh.make_mesh(axes))
+
+
+def ladder_of(slots: int):
+  return ladder(slots=slots, halvings=1, length=tiny.T, length_step=tiny.T // 2)
 
 
 @functools.cache
@@ -64,9 +69,16 @@ def expected(name: str = 'plain'):
 def admit(e, params, state, rows, row_keys, into, pad=PAD):
   """Rows into slots, each distinct prompt prefilled once."""
   prompts = {row.request.prompt: row.tokens_T for row in rows}
-  prefix = e.prefill(params, pad_prompts(list(prompts.values()), tiny.P, tiny.PROMPT, pad))
-  take = [list(prompts).index(row.request.prompt) for row in rows]
-  return e.insert(state, prefix, take, into, to_device(rows, row_keys, slots_of(state), tiny.T, pad))
+  packed, places = pack_prompts(list(prompts.values()), tiny.P, tiny.PROMPT, pad)
+  prefix = e.prefill(params, packed)
+  place = dict(zip(prompts, places, strict=True))
+  return e.insert(
+    state,
+    prefix,
+    [place[row.request.prompt] for row in rows],
+    into,
+    to_device(rows, row_keys, slots_of(state), tiny.T, pad),
+  )
 
 
 def slots_of(state):
@@ -253,8 +265,7 @@ def test_nothing_is_compiled_twice_for_other_parameters_versions_steps_rows_or_s
   e = engine(
     POLICY,
     distribution(),
-    slots=8,
-    length=tiny.T,
+    ladder=ladder_of(8),
     prompt_length=tiny.PROMPT,
     end_tokens=END,
     mesh=mesh.make_mesh((1, 1, 1)),
@@ -270,10 +281,53 @@ def test_nothing_is_compiled_twice_for_other_parameters_versions_steps_rows_or_s
       state = e.resume(params_of(seed), state, again, [0])
       fetch_rows(e, state, [0, n], rows[:2])
       state = e.release(state, range(8))
+      state = e.resize(state, state.bucket, range(n))
   assert {name: program._cache_size() for name, program in e.programs.items()} == dict.fromkeys(e.programs, 1)
 
 
-# Slots.
+# Slots and buckets.
+
+
+def test_rows_that_move_to_another_bucket_go_on_as_if_they_had_stayed():
+  """Fewer slots and shorter caches while they last, then more of both: the rows of the naive sampler (laws 1 and 2)."""
+  rows, row_keys = requested()
+  numbers = [8, 9, 1, 6]  # two of them outgrow the short cache
+  few, keys_of_few = [rows[i] for i in numbers], row_keys[numbers]
+  e = engine_of()
+  state = admit(e, params_of(0), e.init(), few, keys_of_few, [1, 3, 6, 7])
+  state, _ = e.generate(params_of(0), 0, state, 2, tiny.SLOTS)
+  state = e.resize(state, Bucket(tiny.SLOTS // 2, tiny.T // 2), [7, 1, 6, 3])
+  assert state.bucket == (tiny.SLOTS // 2, tiny.T // 2)
+  state, status = e.generate(params_of(0), 0, state, 1000, tiny.SLOTS)
+  live_S, length_S, _ = jax.device_get(status)
+  assert live_S.any() and length_S.max() == tiny.T // 2 + 1  # the longest row waits for a longer cache
+  state, status = e.generate(params_of(0), 0, state, 1000, tiny.SLOTS)
+  assert int(jax.device_get(status.forwards)) == 0
+  state = e.resize(state, Bucket(tiny.SLOTS, tiny.T), range(4))
+  state, _ = e.generate(params_of(0), 0, state, 1000, tiny.SLOTS)
+  order = [few[i] for i in (3, 0, 2, 1)]
+  got = fetch_rows(e, state, range(4), order)
+  want = [expected()[numbers[i]] for i in (3, 0, 2, 1)]
+  assert naive_of().differing(params_of(0), want, got, keys_of_few[[3, 0, 2, 1]]) <= 1
+
+
+def test_packed_prompts_share_prefill_rows_and_none_sees_another():
+  rows, _ = requested()
+  prompts = [rows[i].tokens_T for i in (0, 4, 8, 12)]  # of 1, 5, 12 and 16 tokens
+  packed, places = pack_prompts(prompts, 4, tiny.PROMPT, PAD)
+  assert packed.tokens_RL.shape == (4, tiny.PROMPT) and len({row for row, _ in places}) == 3
+  together = jax.device_get(engine_of().prefill(params_of(0), packed))
+  for ids, (row, start) in zip(prompts, places, strict=True):
+    alone = jax.device_get(engine_of().prefill(params_of(0), pack_prompts([ids], 4, tiny.PROMPT, PAD)[0]))
+    n = len(ids)
+    for x, y in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+      np.testing.assert_allclose(x[row, :, start : start + n], y[0, :, :n], atol=1e-5)
+
+
+def test_a_prefill_has_no_more_rows_than_its_prompts_fill():
+  assert pack_prompts([[7] * 4] * 8, 8, 16, PAD)[0].tokens_RL.shape == (2, 16)
+  assert pack_prompts([[7] * 4] * 9, 8 + 1, 16, PAD)[0].tokens_RL.shape == (9, 16)  # odd: there is no half of it
+  assert pack_prompts([[7]], 8, 16, PAD)[0].tokens_RL.shape == (2, 16)  # a quarter is the least
 
 
 def test_a_chunk_ends_after_its_steps_or_once_enough_slots_are_free():
@@ -284,8 +338,9 @@ def test_a_chunk_ends_after_its_steps_or_once_enough_slots_are_free():
 
   def chunk(steps, until_free):
     state = admit(e, params_of(0), e.init(), rows, row_keys, range(tiny.SLOTS))
-    live_S, length_S = jax.device_get(e.generate(params_of(0), 0, state, steps, until_free)[1])
-    return int((~live_S).sum()), int(max(length_S - [len(row.tokens_T) for row in rows]))
+    live_S, length_S, forwards = jax.device_get(e.generate(params_of(0), 0, state, steps, until_free)[1])
+    assert forwards == max(length_S - [len(row.tokens_T) for row in rows])
+    return int((~live_S).sum()), int(forwards)
 
   assert chunk(1, 8) == (sum(n <= 1 for n in lengths), 1)
   assert chunk(0, 8)[1] == 0
@@ -379,7 +434,7 @@ def test_a_reply_that_leaves_no_room_ends_the_row_by_length():
 
 def test_a_prompt_longer_than_the_bucket_is_refused_by_name():
   with pytest.raises(ConfigError, match='17 tokens.*16 tokens.*rollout.prompt_length'):
-    pad_prompts([[7] * 17], 2, 16, PAD)
+    pack_prompts([[7] * 17], 2, 16, PAD)
 
 
 @pytest.mark.parametrize('tokens, limit', [(8, 8), (9, 8), (3, tiny.T + 1), (0, 8)])
@@ -394,14 +449,15 @@ def test_a_row_without_room_is_refused(tokens, limit):
   [
     ({'slots': 0}, 'rollout.slots'),
     ({'prompt_length': tiny.T}, 'rollout.prompt_length'),
-    ({'end_tokens': ()}, 'End tokens'),
+    ({'end_tokens': (-1,)}, 'End tokens'),
     ({'end_tokens': (1, 64)}, 'End tokens'),
     ({'slots': 6, 'mesh': (2, 2, 2)}, 'slots'),
   ],
   ids=str,
 )
 def test_sizes_that_cannot_work_are_refused_by_name(change, field):
-  sizes = dict(slots=tiny.SLOTS, length=tiny.T, prompt_length=tiny.PROMPT, end_tokens=END, mesh=(1, 1, 1)) | change
+  sizes = dict(slots=tiny.SLOTS, prompt_length=tiny.PROMPT, end_tokens=END, mesh=(1, 1, 1)) | change
+  sizes['ladder'] = ladder(slots=sizes.pop('slots'), halvings=0, length=tiny.T, length_step=0)
   sizes['mesh'] = mesh.make_mesh(sizes['mesh'])
   with pytest.raises(ConfigError, match=field):
     engine(POLICY, distribution(), **sizes)

@@ -6,15 +6,17 @@ behind it. So a prefill only fills the cache, one prefix serves any number of sl
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from rollout_jax import mesh as meshes
-from rollout_jax.decoding.rows import Rows
+from rollout_jax.decoding.buckets import Bucket
+from rollout_jax.decoding.rows import Packed, Rows
 from rollout_jax.decoding.stopping import stop_reason
 from rollout_jax.distribution import Distribution
 from rollout_jax.models.cache import AXES as CACHE_AXES
@@ -25,7 +27,10 @@ from rollout_jax.types import Array, PyTree, Source, Stop
 
 @flax.struct.dataclass
 class DecodeState:
-  """All slots. A free slot (not live) stands still: nothing of it is written until the next insert writes all of it."""
+  """All slots. A free slot (not live) stands still: nothing of it is written until the next insert writes all of it.
+
+  Rows have room for T tokens always; the cache holds `length` of them, which may be fewer (see `buckets`).
+  """
 
   cache: Cache
   tokens_ST: Array  # int32
@@ -38,10 +43,15 @@ class DecodeState:
   live_S: Array  # bool
   stop_S: Array  # int8, Stop
 
+  @property
+  def bucket(self) -> Bucket:
+    """Its slots, and the tokens that their caches hold."""
+    return Bucket(self.live_S.shape[0], self.cache.k[0].shape[2])
+
 
 @flax.struct.dataclass
 class Prefix:
-  """Keys and values of R prompts of up to L tokens, each to be inserted into any number of slots."""
+  """Keys and values of prompts packed into R rows of L tokens, each to be inserted into any number of slots."""
 
   cache: Cache
 
@@ -51,12 +61,14 @@ class Status(NamedTuple):
 
   live_S: Array
   length_S: Array
+  forwards: Array  # decode forwards of the chunk
 
 
-def empty(policy: Policy, slots: int, length: int) -> DecodeState:
-  """All slots free."""
+def empty(policy: Policy, bucket: Bucket, length: int) -> DecodeState:
+  """All slots free, for rows of up to `length` tokens."""
+  slots = bucket.slots
   return DecodeState(
-    cache=policy.new_cache(slots, length),
+    cache=policy.new_cache(slots, bucket.length),
     tokens_ST=jnp.zeros((slots, length), jnp.int32),
     source_ST=jnp.full((slots, length), Source.PAD, jnp.int8),
     logp_ST=jnp.zeros((slots, length), jnp.float32),
@@ -69,28 +81,55 @@ def empty(policy: Policy, slots: int, length: int) -> DecodeState:
   )
 
 
-def prefill(policy: Policy, params: PyTree, tokens_RL: Array) -> Prefix:
-  """Keys and values of every token. Those at and behind a row's last token are written again before they are read."""
-  R, L = tokens_RL.shape
-  position_RL = jnp.broadcast_to(jnp.arange(L)[None, :], (R, L))
-  _, cache = policy.hidden(params, tokens_RL, position_RL, cache=policy.new_cache(R, L))
-  return Prefix(cast(Cache, cache))
+def prefill(policy: Policy, params: PyTree, packed: Packed) -> Prefix:
+  """Keys and values of every token. Those at and behind a prompt's last token are written again before they are read."""
+  return Prefix(policy.prefix(params, packed.tokens_RL, packed.position_RL, packed.segment_RL))
 
 
-def insert(state: DecodeState, prefix: Prefix, take_J: Array, slot_J: Array, rows: Rows) -> DecodeState:
-  """Row j enters slot slot_J[j] with the keys and values of prefix row take_J[j]."""
-  T = state.tokens_ST.shape[1]
+def insert(state: DecodeState, prefix: Prefix, take_J: Array, start_J: Array, slot_J: Array, rows: Rows) -> DecodeState:
+  """Row j enters slot slot_J[j] with the keys and values of prefix row take_J[j] from its column start_J[j] on."""
   row_S = row_of_slot(state, slot_J)
-  cache = jax.tree.map(lambda x: x[take_J[row_S]], prefix.cache)
-  cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, T - x.shape[2]), (0, 0))), cache)
-  return enter(state, row_S >= 0, cache, jax.tree.map(lambda x: x[row_S], rows))
+
+  def of_slot(x_RKLC: Array) -> Array:
+    L = x_RKLC.shape[2]
+    behind_RKLC = jnp.pad(x_RKLC, ((0, 0), (0, 0), (0, L), (0, 0)))  # a slice that would reach over the end is moved
+    size = (1, x_RKLC.shape[1], L, x_RKLC.shape[3])
+    cut = lambda row: lax.dynamic_slice(behind_RKLC, (take_J[row], 0, start_J[row], 0), size)[0]
+    return fit(jax.vmap(cut)(row_S), state.bucket.length)
+
+  return enter(state, row_S >= 0, jax.tree.map(of_slot, prefix.cache), jax.tree.map(lambda x: x[row_S], rows))
 
 
 def resume(policy: Policy, params: PyTree, state: DecodeState, rows: Rows, slot_J: Array) -> DecodeState:
   """Row j enters slot slot_J[j] behind a prefill of its whole past, computed where the slot is."""
   row_S = row_of_slot(state, slot_J)
   row_by_slot = jax.tree.map(lambda x: x[row_S], rows)
-  return enter(state, row_S >= 0, prefill(policy, params, row_by_slot.tokens_JT).cache, row_by_slot)
+  tokens_SL = row_by_slot.tokens_JT[:, : state.bucket.length]
+  position_SL = jnp.broadcast_to(jnp.arange(tokens_SL.shape[1])[None, :], tokens_SL.shape)
+  return enter(state, row_S >= 0, policy.prefix(params, tokens_SL, position_SL, None), row_by_slot)
+
+
+def resize(state: DecodeState, slot_S: Array, *, length: int) -> DecodeState:
+  """What stood in slot slot_S[s] now stands in slot s, with caches of `length` tokens; no slot (-1) leaves s free."""
+  free_S = slot_S < 0
+
+  def take(x: Array) -> Array:
+    return x[jnp.maximum(slot_S, 0)]
+
+  moved = jax.tree.map(take, dataclasses.replace(state, cache=None))
+  return dataclasses.replace(
+    moved,
+    cache=jax.tree.map(lambda x: fit(take(x), length), state.cache),
+    live_S=moved.live_S & ~free_S,
+    stop_S=jnp.where(free_S, Stop.NONE, moved.stop_S).astype(jnp.int8),
+    cursor_S=jnp.where(free_S, 0, moved.cursor_S),
+  )
+
+
+def fit(x_SKTC: Array, length: int) -> Array:
+  """Keys or values cut or padded to `length` tokens."""
+  x_SKTC = x_SKTC[:, :, :length]
+  return jnp.pad(x_SKTC, ((0, 0), (0, 0), (0, length - x_SKTC.shape[2]), (0, 0)))
 
 
 def row_of_slot(state: DecodeState, slot_J: Array) -> Array:
@@ -128,8 +167,9 @@ def generate(
   steps: Array,
   until_free: Array,
 ) -> tuple[DecodeState, Status]:
-  """A chunk of decode steps inside one program."""
+  """A chunk of decode steps inside one program. It also ends before a live row outgrows its cache."""
   S, T = state.tokens_ST.shape
+  longest = state.bucket.length
   put = jax.vmap(lambda row_T, at, value: row_T.at[at].set(value, mode='drop'))
   enough = jnp.minimum(until_free, S)
 
@@ -154,9 +194,10 @@ def generate(
     )
 
   def goes_on(carry):
-    return (carry[0] < steps) & ((~carry[1].live_S).sum() < enough)
+    count, s = carry
+    return (count < steps) & ((~s.live_S).sum() < enough) & ~(s.live_S & (s.cursor_S > longest)).any()
 
-  after = jax.lax.while_loop(goes_on, step, (jnp.int32(0), state))[1]
+  forwards, after = lax.while_loop(goes_on, step, (jnp.int32(0), state))
   index_1T = jnp.arange(T)[None, :]
   drawn_ST = (index_1T >= state.cursor_S[:, None]) & (index_1T < after.cursor_S[:, None])
   after = dataclasses.replace(
@@ -164,7 +205,7 @@ def generate(
     source_ST=jnp.where(drawn_ST, Source.DECODED, after.source_ST).astype(jnp.int8),
     version_ST=jnp.where(drawn_ST, version, after.version_ST),
   )
-  return after, Status(after.live_S, after.cursor_S)
+  return after, Status(after.live_S, after.cursor_S, forwards)
 
 
 def collect(state: DecodeState, slot_J: Array) -> Rows:

@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import flax.struct
 import numpy as np
 
+from rollout_jax.packing import first_fit
 from rollout_jax.types import Array, ConfigError, Request, Row, Source, Stop
 
 Either = Array | np.ndarray
@@ -78,17 +80,41 @@ def prompt_row(request: Request, ids: Sequence[int], limit: int) -> Row:
   )
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], count: int, prompt_length: int, pad: int) -> np.ndarray:
-  """Prompts as tokens [count, prompt_length] for a prefill; what is left is padding."""
-  tokens_RL = np.full((count, prompt_length), pad, np.int32)
-  for row_L, ids in zip(tokens_RL, prompts, strict=False):
+def prefill_rows(most: int) -> tuple[int, ...]:
+  """How many rows a prefill may have: `most`, its half and its quarter, where these are whole. Ascending."""
+  return tuple(most // part for part in (4, 2, 1) if most % part == 0)
+
+
+class Packed(NamedTuple):
+  """Prompts for a prefill, several to a row; numpy arrays [R, L]. Segment 0 is padding."""
+
+  tokens_RL: Either
+  position_RL: Either
+  segment_RL: Either
+
+
+def pack_prompts(
+  prompts: Sequence[Sequence[int]], most: int, prompt_length: int, pad: int
+) -> tuple[Packed, list[tuple[int, int]]]:
+  """Up to `most` prompts in rows of `prompt_length` tokens by first fit, and the row and start of each.
+
+  The number of rows is the smallest of `prefill_rows(most)` that holds them: short prompts do not pay for long ones.
+  """
+  for ids in prompts:
     if not 0 < len(ids) <= prompt_length:
       raise ConfigError(
         f'A prompt of {len(ids)} tokens does not fit the prefill bucket of {prompt_length} tokens. '
         'Raise rollout.prompt_length, or choose a task with shorter prompts.'
       )
-    row_L[: len(ids)] = ids
-  return tokens_RL
+  places = first_fit([len(ids) for ids in prompts], prompt_length)
+  used = 1 + max(row for row, _ in places)
+  rows = next(size for size in prefill_rows(most) if size >= used)
+  packed = Packed(*(np.full((rows, prompt_length), fill, np.int32) for fill in (pad, 0, 0)))
+  for ids, (row, start) in zip(prompts, places, strict=True):
+    here = row, slice(start, start + len(ids))
+    packed.tokens_RL[here], packed.position_RL[here] = ids, np.arange(len(ids))
+    packed.segment_RL[here] = packed.segment_RL[row].max() + 1
+  return packed, places
 
 
 def extend(row: Row, ids: Sequence[int]) -> Row:

@@ -21,6 +21,13 @@ from rollout_jax import mesh
 from rollout_jax.models import cache as kv
 from rollout_jax.types import Array, ConfigError, PyTree
 
+# What the backward pass keeps of each layer: everything, the products with weights, or the layer's input alone.
+REMAT = {
+  'none': None,
+  'products': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'layers': jax.checkpoint_policies.nothing_saveable,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -59,18 +66,22 @@ class Policy(NamedTuple):
   """A transformer as pure functions of its parameters, a nested dict of arrays.
 
   init(key uint32[2]) -> params
-  hidden(params, tokens_BT, position_BT, segment_BT=None, cache=None) -> hidden_BTD, or (hidden_BTD, cache) with a cache
+  hidden(params, tokens_BT, position_BT, segment_BT=None, branch_BT=None, cache=None, remat='none') -> hidden_BTD, or
+    (hidden_BTD, cache) with a cache
+  prefix(params, tokens_BT, position_BT, segment_BT) -> Cache of these tokens alone, [B, K, T, C]
   logits(params, hidden_..D) -> float32 logits_..V
   new_cache(slots, length) -> Cache
   `shapes` and `axes` describe the parameters: trees of ShapeDtypeStruct and of tuples of logical axes.
 
   Without a cache a token attends to itself and to earlier entries of its row, within an equal segment if segments are
-  given (padding is a segment of its own); positions only turn the channels. With a cache tokens are W per row, stored at
+  given (padding is a segment of its own), and within it only branch 0 and its own if branches are given; positions only
+  turn the channels. `remat` names what the backward pass computes anew (`REMAT`). With a cache tokens are W per row, stored at
   `position`, and a token attends to every cache entry up to its position.
   """
 
   init: Callable[[Array], PyTree]
   hidden: Callable[..., Array | tuple[Array, kv.Cache]]
+  prefix: Callable[[PyTree, Array, Array, Array | None], kv.Cache]
   logits: Callable[[PyTree, Array], Array]
   new_cache: Callable[[int, int], kv.Cache]
   axes: PyTree
@@ -89,8 +100,13 @@ def transformer(shape: Shape) -> Policy:
 
   definition, state = nnx.split(nnx.eval_shape(lambda: build(jax.random.PRNGKey(0))))
 
-  def hidden(params, tokens_BT, position_BT, segment_BT=None, cache=None):
-    return nnx.merge(definition, params).hidden(tokens_BT, position_BT, segment_BT, cache)
+  def hidden(params, tokens_BT, position_BT, segment_BT=None, branch_BT=None, cache=None, remat='none'):
+    model = nnx.merge(definition, params)
+    x_BTD, after = model.hidden(tokens_BT, position_BT, segment_BT, branch_BT, cache, remat)
+    return x_BTD if cache is None else (x_BTD, after)
+
+  def prefix(params, tokens_BT, position_BT, segment_BT):
+    return nnx.merge(definition, params).hidden(tokens_BT, position_BT, segment_BT)[1]
 
   def logits(params: PyTree, hidden: Array) -> Array:
     return nnx.merge(definition, params).logits(hidden)
@@ -99,7 +115,7 @@ def transformer(shape: Shape) -> Policy:
     return kv.empty(shape.layers, (slots, shape.kv_heads, length, shape.head_width), shape.dtype)
 
   axes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_metadata('axes'), state))
-  return Policy(init, hidden, logits, new_cache, axes, nnx.to_pure_dict(state), shape)
+  return Policy(init, hidden, prefix, logits, new_cache, axes, nnx.to_pure_dict(state), shape)
 
 
 # Weights.
@@ -215,14 +231,26 @@ class Transformer(nnx.Module):
       setattr(self, f'block_{i}', Block(shape, rngs))  # a string per layer: the parameters' names are the checkpoint's
     self.norm = RMSNorm(shape.width, shape.norm_eps, shape.dtype)
 
-  def hidden(self, tokens_BT: Array, position_BT: Array, segment_BT: Array | None, cache: kv.Cache | None):
+  def hidden(
+    self,
+    tokens_BT: Array,
+    position_BT: Array,
+    segment_BT: Array | None = None,
+    branch_BT: Array | None = None,
+    cache: kv.Cache | None = None,
+    remat: str = 'none',
+  ) -> tuple[Array, kv.Cache]:
     x_BTD = mesh.constrain(gathered(self.embedding)[tokens_BT], 'batch', None, None)
-    mask_BTT = causal(tokens_BT, segment_BT) if cache is None else kv.visible(position_BT, cache.k[0].shape[2])
+    mask_BTT = (
+      causal(tokens_BT, segment_BT, branch_BT) if cache is None else kv.visible(position_BT, cache.k[0].shape[2])
+    )
     layers = [None] * self.layers if cache is None else list(zip(cache.k, cache.v, strict=True))
     for i, layer in enumerate(layers):
-      x_BTD, layers[i] = getattr(self, f'block_{i}')(x_BTD, position_BT, mask_BTT, layer)
-    x_BTD = self.norm(x_BTD)
-    return x_BTD if cache is None else (x_BTD, kv.Cache(*zip(*layers, strict=True)))
+      block = getattr(self, f'block_{i}')
+      if remat != 'none':
+        block = jax.checkpoint(block, policy=REMAT[remat])
+      x_BTD, layers[i] = block(x_BTD, position_BT, mask_BTT, layer)
+    return self.norm(x_BTD), kv.Cache(*zip(*layers, strict=True))
 
   def logits(self, hidden: Array) -> Array:
     """Float32 logits over the vocabulary, for hidden states of any leading axes."""
@@ -231,11 +259,15 @@ class Transformer(nnx.Module):
     return mesh.constrain(logits, *('batch', None, None)[: hidden.ndim - 1], 'vocab')
 
 
-def causal(tokens_BT: Array, segment_BT: Array | None) -> Array:
-  """Which entries of its row each token may read, [B, T, T]: itself and earlier ones, of its own segment."""
+def causal(tokens_BT: Array, segment_BT: Array | None, branch_BT: Array | None) -> Array:
+  """Which entries of its row each token may read, [B, T, T]: itself and earlier ones, of its own segment and branch or 0."""
   T = tokens_BT.shape[1]
-  mask_1TT = jnp.tril(jnp.ones((1, T, T), bool))
-  return mask_1TT if segment_BT is None else mask_1TT & (segment_BT[:, :, None] == segment_BT[:, None, :])
+  mask_BTT = jnp.tril(jnp.ones((1, T, T), bool))
+  if segment_BT is not None:
+    mask_BTT = mask_BTT & (segment_BT[:, :, None] == segment_BT[:, None, :])
+  if branch_BT is not None:
+    mask_BTT = mask_BTT & ((branch_BT[:, :, None] == branch_BT[:, None, :]) | (branch_BT[:, None, :] == 0))
+  return mask_BTT
 
 
 def rotate(x: Array, position_BT: Array, theta: float) -> Array:

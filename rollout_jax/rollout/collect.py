@@ -1,7 +1,9 @@
 """The one host loop that rolls out: it runs a scheduler's plan on the engine's slots until a round is over.
 
 Continuous batching: rows wait in a queue, free slots are refilled between chunks, finished rows come down once and go to
-the verifiers while the others decode. Every decision rests on replicated facts: the slots' status, the scheduler's state
+the verifiers while the others decode. The device never waits for the host: chunk n + 1 is started before the status of
+chunk n is read, so what the host learns of a chunk takes effect two chunks later. (A chunk that was started in vain ends
+at once, by what the device knows.) Every decision rests on replicated facts: the slots' status, the scheduler's state
 and counters. No clock and no verifier's speed takes part in one.
 """
 
@@ -13,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 from rollout_jax import keys
 from rollout_jax.decoding.engine import Engine
-from rollout_jax.decoding.rows import pad_prompts, prompt_row, to_device, to_host
+from rollout_jax.decoding.programs import DecodeState, Status
+from rollout_jax.decoding.rows import Rows, pack_prompts, prompt_row, to_device, to_host
 from rollout_jax.fetch import Fetcher
 from rollout_jax.rollout.verify import Verifier
 from rollout_jax.schedulers.base import Scheduler, State
@@ -33,10 +36,9 @@ class Desk:
   fetcher: Fetcher
   seed: int
   pad: int
-  slots: int
-  length: int  # tokens that a slot holds
+  length: int  # most tokens of a row
   prompt_length: int  # tokens that a prefill holds
-  answer_length: int  # most tokens of an answer, end token included
+  budget: Callable[[Request], int]  # most tokens of a row's answer, end token included
   prefill: int  # prompts per prefill
   chunk: int  # most decode steps between two looks at the slots
   refill: int  # free slots that end a chunk early while rows wait
@@ -49,8 +51,8 @@ class Usage:
 
   issued: int = 0  # rows that were asked for
   chunks: int = 0
-  forwards: int = 0  # decode forwards, each over all slots
-  slot_steps: int = 0  # forwards * slots: what the static shape costs
+  forwards: int = 0  # decode forwards, each over all slots of its bucket
+  slot_steps: int = 0  # the sum of their slots: what the static shapes cost
   decoded: int = 0  # tokens that were sampled
   prefill_requested: int = 0  # prompt tokens that had to be in the cache
   prefill_computed: int = 0  # of these, really computed: rows of a group that enter together share one prefill
@@ -69,13 +71,30 @@ class Round:
   usage: Usage
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Seat:
-  """A row that is under way: its request, the place of its group in the round, and before which chunk its verdict is due."""
+  """A row that is under way, and what is known of it."""
 
   request: Request
-  position: int
-  due: int = 0
+  position: int  # of its group in the round
+  length: int = 0  # tokens, prompt included, by the last status that was read
+  ended: bool = False
+  due: int = 0  # the chunk before which its verdict is due
+
+
+@dataclasses.dataclass
+class _Table:
+  """The engine's slots and who sits in them, and what is on its way from the device."""
+
+  slots: DecodeState
+  seats: list[_Seat | None]
+  flying: collections.deque[tuple[list[_Seat | None], Status]] = dataclasses.field(default_factory=collections.deque)
+  landing: list[tuple[list[_Seat], Rows]] = dataclasses.field(default_factory=list)
+
+  @property
+  def free(self) -> int:
+    """Slots without a row, as far as known."""
+    return self.seats.count(None)
 
 
 def collect(
@@ -101,10 +120,8 @@ def collect(
   drawn: list[tuple[int, int]] = []
   rows: dict[Request, Row] = {}
   verdicts: dict[Request, Verdict] = {}
-  seats: list[_Seat | None] = [None] * desk.slots
-  lengths = [0] * desk.slots
-  slots = desk.engine.init()
-  for now in itertools.count():  # chunks so far, and the waits for verdicts when nothing is left to decode
+  table: _Table | None = None
+  for now in itertools.count():  # chunks so far, and the looks when nothing is left to decode
     for seat in sorted((s for s in judging if s.due <= now), key=lambda s: (s.position, s.request.rollout)):
       judging.remove(seat)
       verdicts[seat.request] = _verdict(desk, seat.request, usage)
@@ -117,29 +134,50 @@ def collect(
       drawn.append((prompt, visit))
       usage.issued += group
     began = time.perf_counter()
-    while _refills(desk, seats, waiting):
-      slots = _admit(desk, params, slots, seats, waiting, split, lengths, usage)
-    if any(seats):
-      slots, ended = _advance(desk, params, version, slots, seats, bool(waiting), lengths, usage)
-      usage.decode_seconds += time.perf_counter() - began
-      usage.chunks += 1
-      for row, seat in ended:
-        rows[seat.request] = row
-        desk.verifier.submit(seat.request, split, seat.request.prompt, desk.text(row.answer_T))
-        judging.append(dataclasses.replace(seat, due=now + 1 + desk.delay))
-      desk.verifier.flush()
-      progress(len(ended))
-    elif not judging:
+    table = _fit(desk, table, len(waiting))
+    while _refills(desk, table, waiting):
+      _admit(desk, params, table, waiting, split, usage)
+    decodes = any(table.seats)
+    if decodes:
+      _dispatch(desk, params, version, table, bool(waiting))
+    ended = _look(desk, table, usage, ahead=decodes)
+    usage.decode_seconds += time.perf_counter() - began
+    for row, seat in ended:
+      rows[seat.request] = row
+      desk.verifier.submit(seat.request, split, seat.request.prompt, desk.text(row.answer_T))
+      seat.due = now + 1 + desk.delay
+      judging.append(seat)
+    desk.verifier.flush()
+    progress(len(ended))
+    if not (decodes or table.flying or ended or judging):
       raise RuntimeError(f'The scheduler neither draws nor ends the round, and no row is under way: {state}')
   usage.seconds = time.perf_counter() - start
   usage.verify_seconds += desk.verifier.seconds
   return state, Round(tuple(_group(p, v, group, rows, verdicts) for p, v in drawn), usage)
 
 
-def _refills(desk: Desk, seats: list[_Seat | None], waiting: collections.deque[_Seat]) -> bool:
+def _fit(desk: Desk, table: _Table | None, waiting: int) -> _Table:
+  """The table in the bucket that its rows and those that wait want; rows move together, in order."""
+  if table is None:
+    bucket = desk.engine.ladder.holding(waiting, desk.prompt_length + desk.chunk)
+    return _Table(desk.engine.init(bucket), [None] * bucket.slots)
+  taken = [(slot, seat) for slot, seat in enumerate(table.seats) if seat is not None]
+  longest = max((seat.length for _, seat in taken), default=0)
+  if waiting:
+    longest = max(longest, desk.prompt_length)
+  now = table.slots.bucket
+  # Each chunk in flight may have added to the rows since they were looked at, and so will the next one.
+  bucket = desk.engine.ladder.fit(now, len(taken) + waiting, longest, (len(table.flying) + 1) * desk.chunk)
+  if bucket != now:
+    table.slots = desk.engine.resize(table.slots, bucket, [slot for slot, _ in taken])
+    seats = [seat for _, seat in taken]
+    table.seats = [*seats, *[None] * (bucket.slots - len(seats))]
+  return table
+
+
+def _refills(desk: Desk, table: _Table, waiting: collections.deque[_Seat]) -> bool:
   """Whether to fill slots now: a prefill is worth its price for `refill` rows, for the last ones, or if nothing else runs."""
-  free = seats.count(None)
-  return bool(waiting) and free >= min(desk.refill, len(waiting), desk.slots)
+  return bool(waiting) and table.free >= min(desk.refill, len(waiting), len(table.seats))
 
 
 def _verdict(desk: Desk, request: Request, usage: Usage) -> Verdict:
@@ -155,17 +193,10 @@ def _group(prompt: int, visit: int, group: int, rows: dict[Request, Row], verdic
 
 
 def _admit(
-  desk: Desk,
-  params: PyTree,
-  slots: PyTree,
-  seats: list[_Seat | None],
-  waiting: collections.deque[_Seat],
-  split: str,
-  lengths: list[int],
-  usage: Usage,
-) -> PyTree:
+  desk: Desk, params: PyTree, table: _Table, waiting: collections.deque[_Seat], split: str, usage: Usage
+) -> None:
   """Moves rows from the queue into free slots, as many as one prefill of `desk.prefill` distinct prompts serves."""
-  free = [s for s, seat in enumerate(seats) if seat is None]
+  free = [s for s, seat in enumerate(table.seats) if seat is None]
   prompts: list[int] = []
   admitted: list[_Seat] = []
   while waiting and len(admitted) < len(free):
@@ -176,52 +207,67 @@ def _admit(
       prompts.append(index)
     admitted.append(waiting.popleft())
   ids = {index: desk.prompt(split, index) for index in prompts}
-  order = {index: n for n, index in enumerate(prompts)}
-  prefix = desk.engine.prefill(params, pad_prompts(list(ids.values()), desk.prefill, desk.prompt_length, desk.pad))
+  packed, places = pack_prompts(list(ids.values()), desk.prefill, desk.prompt_length, desk.pad)
+  prefix = desk.engine.prefill(params, packed)
   fresh = [
-    prompt_row(s.request, ids[s.request.prompt], min(len(ids[s.request.prompt]) + desk.answer_length, desk.length))
+    prompt_row(s.request, ids[s.request.prompt], min(len(ids[s.request.prompt]) + desk.budget(s.request), desk.length))
     for s in admitted
   ]
-  rows = to_device(fresh, keys.row_keys(desk.seed, [s.request for s in admitted]), desk.slots, desk.length, desk.pad)
-  take = [order[s.request.prompt] for s in admitted]
-  slots = desk.engine.insert(slots, prefix, take, free[: len(admitted)], rows)
-  for slot, seat in zip(free, admitted, strict=False):
-    seats[slot] = seat
-    lengths[slot] = len(ids[seat.request.prompt])
+  row_keys = keys.row_keys(desk.seed, [s.request for s in admitted])
+  rows = to_device(fresh, row_keys, len(table.seats), desk.length, desk.pad)
+  place = dict(zip(prompts, places, strict=True))
+  into = free[: len(admitted)]
+  table.slots = desk.engine.insert(table.slots, prefix, [place[s.request.prompt] for s in admitted], into, rows)
+  for slot, seat in zip(into, admitted, strict=True):
+    table.seats[slot] = seat
+    seat.length = len(ids[seat.request.prompt])
   usage.prefill_requested += sum(len(row.tokens_T) for row in fresh)
   usage.prefill_computed += sum(map(len, ids.values()))
-  return slots
 
 
-def _advance(
-  desk: Desk,
-  params: PyTree,
-  version: int,
-  slots: PyTree,
-  seats: list[_Seat | None],
-  more: bool,
-  lengths: list[int],
-  usage: Usage,
-) -> tuple[PyTree, list[tuple[Row, _Seat]]]:
-  """Decodes a chunk and takes out the rows that ended; with `more` rows waiting, it returns early to refill."""
-  free = seats.count(None)
-  until_free = min(free + desk.refill, desk.slots) if more else desk.slots
-  slots, status = desk.engine.generate(params, version, slots, desk.chunk, until_free)
+def _dispatch(desk: Desk, params: PyTree, version: int, table: _Table, more: bool) -> None:
+  """Starts a chunk. It ends early when slots can be refilled, or when so few rows are left that they fit fewer slots."""
+  slots = len(table.seats)
+  until_free = min(table.free + desk.refill, slots) if more else slots - desk.engine.ladder.shrinks_at(slots)
+  table.slots, status = desk.engine.generate(params, version, table.slots, desk.chunk, until_free)
+  table.flying.append((list(table.seats), status))
+
+
+def _look(desk: Desk, table: _Table, usage: Usage, *, ahead: bool) -> list[tuple[Row, _Seat]]:
+  """Reads the oldest chunk's status and takes down the rows that ended, while the chunk just started runs (`ahead`).
+
+  Rows that a status shows as ended are gathered behind the chunk that runs, and fetched at the next look.
+  """
+  arriving, table.landing = table.landing, []
+  if len(table.flying) > ahead:
+    _read(desk, table, usage)
+  if not ahead:  # the device is idle
+    arriving, table.landing = arriving + table.landing, []
+  finished = []
+  for seats, rows in arriving:
+    finished += zip(to_host(desk.fetcher('rows', rows), [seat.request for seat in seats]), seats, strict=True)
+  return finished
+
+
+def _read(desk: Desk, table: _Table, usage: Usage) -> None:
+  seats, status = table.flying.popleft()
   status = desk.fetcher('status', status)
-  took = {s: int(status.length_S[s]) - lengths[s] for s, seat in enumerate(seats) if seat is not None}
-  grown = took.values()
-  usage.decoded += sum(grown)
-  before = usage.forwards
-  usage.forwards += max(grown)
-  usage.slot_steps += max(grown) * desk.slots
-  lengths[:] = status.length_S.tolist()
-  ended = [s for s, seat in enumerate(seats) if seat is not None and not status.live_S[s]]
-  if not ended:
-    return slots, []
-  taken = desk.fetcher('rows', desk.engine.collect(slots, ended))
-  rows = to_host(taken, [seats[s].request for s in ended])
-  finished = [(row, seats[s]) for row, s in zip(rows, ended, strict=True)]
-  for s in ended:
-    usage.ended.append(before + took[s])
-    seats[s] = None
-  return slots, finished
+  before, ended = usage.forwards, []
+  usage.chunks += 1
+  usage.forwards += int(status.forwards)
+  usage.slot_steps += int(status.forwards) * len(seats)
+  for seat, live, length in zip(seats, status.live_S.tolist(), status.length_S.tolist(), strict=True):
+    if seat is None or seat.ended:
+      continue
+    grown, seat.length = length - seat.length, length
+    usage.decoded += grown
+    if not live:
+      seat.ended = True
+      usage.ended.append(before + grown)
+      ended.append(seat)
+  if ended:
+    slot_of = {seat: slot for slot, seat in enumerate(table.seats)}
+    at = [slot_of[seat] for seat in ended]
+    table.landing.append((ended, desk.engine.collect(table.slots, at)))
+    for slot in at:
+      table.seats[slot] = None
