@@ -35,6 +35,9 @@ def get_config() -> ConfigDict:
       'prompt_length': 32,  # most tokens of a prompt
       'answer_length': 64,  # most tokens of an answer, end token included
       'slots': 64,  # rows that decode at once
+      'halvings': 2,  # times the slots may be halved when few rows are left; each is a program more to compile
+      'length_step': 0,  # key/value caches grow in steps of so many tokens with the longest row; 0: always whole
+      'compile_first': False,  # compile every program of the decoder before the first step, not on its first use
       'prefill': 16,  # prompts per prefill
       'chunk': 16,  # most decode forwards between two looks at the slots
       'refill': 8,  # free slots that end a chunk early while rows wait
@@ -48,8 +51,13 @@ def get_config() -> ConfigDict:
     'aggregation': {'mode': 'token_mean', 'denominator': 'kept', 'constant': 64.0},
     'epochs': 1,  # times a batch is used
     'minibatches': 1,  # optimizer steps per epoch
-    'microbatch': 32,  # rows per forward and backward
-    'share_prompts': False,  # compute a group's prompt once per forward, not per row; microbatches then hold whole groups
+    'microbatch': 32,  # packed rows per forward and backward
+    'share_prompts': False,  # compute a group's prompt once, not with each row
+    'pack': {
+      'length': 0,  # tokens of a packed row; 0: of the longest row (with share_prompts: prompt and all answers of a group)
+      'logits': 0,  # columns of packed rows whose logits are made at once, answers only; 0: all
+      'remat': 'none',  # what the backward pass computes anew: none, products (all but them), layers (everything)
+    },
     'optimizer': {
       'name': 'adamw',
       'learning_rate': 3e-4,
@@ -64,6 +72,7 @@ def get_config() -> ConfigDict:
     'sft': {
       'steps': 0,  # updates on demonstrations before RL, if there is no warm_start
       'batch': 128,  # demonstrations per update
+      'microbatch': 32,  # rows of demonstrations, packed, per forward and backward
       'demonstrations': 0,  # use the first this many train prompts; 0: all
       'learning_rate': 2e-3,
       'warmup': 20,

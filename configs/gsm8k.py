@@ -12,6 +12,6 @@ def get_config():
   config.task = 'jsonl'
   config.rollout.prompt_length, config.rollout.answer_length = 1024, 512
   config.rollout.prompts, config.rollout.slots, config.microbatch = 4, 16, 4
-  config.sft.steps, config.sft.batch, config.steps = 20, 8, 20
+  config.sft.steps, config.sft.batch, config.sft.microbatch, config.steps = 20, 8, 4, 20
   config.evaluation.problems = 32
   return config

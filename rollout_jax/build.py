@@ -11,8 +11,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
-from rollout_jax import curricula, keys, losses, schedulers, tasks, transforms
-from rollout_jax.check import check_numbers, check_pairs, check_sizes, unused_changes
+from rollout_jax import curricula, keys, losses, planner, schedulers, tasks, transforms
+from rollout_jax.check import check_names, check_numbers, check_pairs, check_sizes, unused_changes
+from rollout_jax.decoding.buckets import Ladder, ladder
 from rollout_jax.decoding.engine import engine
 from rollout_jax.distribution import Distribution, distribution
 from rollout_jax.fetch import Fetcher
@@ -27,7 +28,7 @@ from rollout_jax.rollout.verify import Verifier
 from rollout_jax.schedulers.base import Scheduler
 from rollout_jax.tasks.base import Task
 from rollout_jax.training.optimizer import optimizer
-from rollout_jax.training.score import Scorer, group_scorer, scorer
+from rollout_jax.training.score import Scorer, scorer
 from rollout_jax.training.sft import Plan
 from rollout_jax.training.state import init_state, state_shardings
 from rollout_jax.training.step import Objective, Schedule, make_train_step
@@ -69,6 +70,7 @@ class Parts(NamedTuple):
   bad_updates: int
   logged_rows: int
   gap_alarm: float
+  memory: list[planner.Item]
   header: Mapping[str, Any]
 
 
@@ -104,7 +106,7 @@ def build_sft(config: ConfigDict) -> tuple[optax.GradientTransformation, Plan]:
     clip=1.0,
     options={'b2': 0.98, 'weight_decay': 0.01},
   )
-  return tx, Plan(sft.steps, sft.batch, config.microbatch, sft.demonstrations, config.seed)
+  return tx, Plan(sft.steps, sft.batch, sft.microbatch, sft.demonstrations, config.seed)
 
 
 def ingredients(config: ConfigDict) -> Mapping[str, Any]:
@@ -132,6 +134,7 @@ def build_verifier(config: ConfigDict) -> Verifier:
 def build(config: ConfigDict, verifier: Verifier) -> Parts:
   """All parts of a run. Everything that can be refused is refused here, before anything compiles."""
   check_numbers(config)
+  check_names(config)
   check_pairs(config)
   base, rollout = build_base(config), config.rollout
   facts = {
@@ -158,8 +161,10 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
   tx = build_tx(config)
   chain = chains.chain(*members)
   scores = chains.reads_score(members, loss, updates)
+  together = chain.group_size(rollout.group) if config.share_prompts else 1
+  longest = _pack_length(config, base, together)
   train_step = make_train_step(
-    scorer=_scorer(config, base.policy, sampling, chain.group_size(rollout.group), shards),
+    scorer=_scorer(config, base, sampling, together, longest),
     chain=chain,
     objective=Objective(
       loss=loss,
@@ -174,6 +179,7 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
   make = lambda params: init_state(params, tx, chain.init(), curriculum.init())
   shardings = state_shardings(base.policy, tx, base.mesh, jax.eval_shape(make, base.policy.shapes))
   everywhere = replicated(base.mesh)
+  memory = _memory(config, base, jax.eval_shape(make, base.policy.shapes), shardings, longest, scores.reference)
   fetcher = Fetcher()
   desk = _desk(config, base, sampling, verifier, fetcher, 'rollout')
   return Parts(
@@ -199,19 +205,53 @@ def build(config: ConfigDict, verifier: Verifier) -> Parts:
     bad_updates=config.optimizer.bad_updates,
     logged_rows=config.log.rollouts,
     gap_alarm=config.log.gap_alarm,
+    memory=memory,
     header=_header(config, members, scheduler, curriculum, sampling),
   )
 
 
-def _scorer(config: ConfigDict, policy: Policy, sampling: Distribution, group: int, shards: int) -> Scorer:
-  if not config.share_prompts:
-    return scorer(policy, sampling)
-  if config.microbatch % group:
+def _pack_length(config: ConfigDict, base: Base, together: int) -> int:
+  """Tokens of a packed row, which must have room for the longest unit."""
+  longest = base.length + (together - 1) * config.rollout.answer_length
+  if config.pack.length and config.pack.length < longest:
     raise ConfigError(
-      f'microbatch is {config.microbatch}, but with share_prompts the {group} rows of a group are trained together: make it a '
-      f'multiple of {math.lcm(group, shards)}, or set share_prompts=False.'
+      f'pack.length is {config.pack.length}, but a prompt with its {together} answer(s) may have {longest} tokens: make it '
+      f'{longest} or more, or 0 for just that; or lower rollout.answer_length, or set share_prompts=False.'
     )
-  return group_scorer(policy, sampling, group, config.rollout.prompt_length)
+  return config.pack.length or longest
+
+
+def _scorer(config: ConfigDict, base: Base, sampling: Distribution, together: int, length: int) -> Scorer:
+  return scorer(
+    base.policy, sampling, length=length, together=together, chunk=config.pack.logits, remat=config.pack.remat
+  )
+
+
+def _ladder(config: ConfigDict, base: Base) -> Ladder:
+  return ladder(
+    slots=config.rollout.slots,
+    halvings=config.rollout.halvings,
+    length=base.length,
+    length_step=config.rollout.length_step,
+    shards=base.mesh.shape['data'] * base.mesh.shape['fsdp'],
+  )
+
+
+def _memory(
+  config: ConfigDict, base: Base, state: Any, placed: Any, length: int, reference: bool
+) -> list[planner.Item]:
+  """The run's memory. Raises ConfigError if the devices do not have it."""
+  items = planner.plan(
+    base.policy,
+    state,
+    placed,
+    base.mesh,
+    copies=(config.rollout.lag + 1 if config.rollout.lag else 0) + reference,
+    ladder=_ladder(config, base),
+    training=planner.Training(config.microbatch, length, config.pack.logits, config.pack.remat),
+  )
+  planner.check(items, planner.room(base.mesh.devices.flat[0]))
+  return items
 
 
 def _row_weight(config: ConfigDict, room: float) -> Callable[[Array, Array], Array]:
@@ -232,8 +272,7 @@ def _desk(
     engine=engine(
       base.policy,
       sampling,
-      slots=r.slots,
-      length=base.length,
+      ladder=_ladder(config, base),
       prompt_length=r.prompt_length,
       end_tokens=tokenizer.end_tokens,
       mesh=base.mesh,
@@ -244,10 +283,9 @@ def _desk(
     fetcher=fetcher,
     seed=_seed(config, purpose),
     pad=tokenizer.pad,
-    slots=r.slots,
     length=base.length,
     prompt_length=r.prompt_length,
-    answer_length=r.answer_length,
+    budget=lambda request: r.answer_length,
     prefill=r.prefill,
     chunk=r.chunk,
     refill=r.refill,

@@ -3,6 +3,7 @@
 from ml_collections import ConfigDict
 
 from rollout_jax import curricula, losses, schedulers, tasks, transforms
+from rollout_jax.models.transformer import REMAT
 from rollout_jax.resolve import sections
 from rollout_jax.tasks.base import Task
 from rollout_jax.types import ConfigError
@@ -10,11 +11,12 @@ from rollout_jax.types import ConfigError
 METHODS = (transforms, losses, curricula, schedulers, tasks)
 # The smallest value of each number: below it a run would hang, divide by zero, or keep no checkpoint.
 LEAST = {
-  0: """seed rollout.lag optimizer.warmup optimizer.clip sft.steps sft.demonstrations sft.warmup evaluation.every
-  evaluation.samples verifier.delay log.rollouts""".split(),
+  0: """seed rollout.lag rollout.halvings rollout.length_step pack.length pack.logits optimizer.warmup optimizer.clip
+  sft.steps sft.demonstrations sft.warmup evaluation.every evaluation.samples verifier.delay log.rollouts""".split(),
   1: """steps rollout.prompts rollout.group rollout.prompt_length rollout.answer_length rollout.slots
   rollout.prefill rollout.chunk
-  rollout.refill epochs minibatches microbatch optimizer.bad_updates sft.batch evaluation.problems checkpoint.every
+  rollout.refill epochs minibatches microbatch optimizer.bad_updates sft.batch sft.microbatch evaluation.problems
+  checkpoint.every
   checkpoint.keep""".split(),
 }
 
@@ -36,7 +38,8 @@ def check_sizes(config: ConfigDict, task: Task, shards: int) -> None:
     raise ConfigError(
       f'evaluation.problems is {config.evaluation.problems}, but task {config.task} holds out {task.heldout}: lower it.'
     )
-  for name, size in (('rollout.slots', r.slots), ('microbatch', config.microbatch)):
+  sizes = ('rollout.slots', r.slots), ('microbatch', config.microbatch), ('sft.microbatch', config.sft.microbatch)
+  for name, size in sizes:
     if size % shards:
       raise ConfigError(
         f'{name} is {size}, but rows are cut over data * fsdp = {shards} devices: make it a multiple of {shards}, '
@@ -64,6 +67,12 @@ def unused_changes(config: ConfigDict) -> list[str]:
     for field, default in section.items()
     if name not in used and config[name][field] != default
   ]
+
+
+def check_names(config: ConfigDict) -> None:
+  """Refuses a name that is not one of those that its field knows."""
+  if config.pack.remat not in REMAT:
+    raise ConfigError(f'pack.remat must be one of {", ".join(REMAT)}, but is {config.pack.remat!r}.')
 
 
 def check_pairs(config: ConfigDict) -> None:

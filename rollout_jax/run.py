@@ -11,17 +11,20 @@ import platform
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from rollout_jax import loop, warm_start
+from rollout_jax import loop, planner, warm_start
 from rollout_jax.build import Base, Parts, build, build_sft, build_verifier, ingredients
 from rollout_jax.clock import Clock
+from rollout_jax.decoding.listing import compile_listed, listed
+from rollout_jax.decoding.rows import prefill_rows
 from rollout_jax.evaluate import evaluate, summarise
+from rollout_jax.rollout.collect import Desk
 from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.types import ConfigError, PyTree, Stopped
 from rollout_jax.writers import Writers, alone, plain, progress, read_json, say, write_json
@@ -59,6 +62,8 @@ def run(config: ConfigDict, workdir: str) -> Mapping[str, Any] | None:
     parts = build(config, verifier)
     held.enter_context(alone(folder))
     warm_start.claim(folder, plain(config.to_dict()))
+    say(planner.table(parts.memory, planner.room(parts.base.mesh.devices.flat[0])))
+    say(_listing(parts.desk))
     for change in parts.header['changed_but_unused']:
       say(f'warning: {change} was set, but nothing in this config uses it')
     with (
@@ -82,6 +87,8 @@ def _run(
   if params is None:
     params = initial(config, parts.base, folder, stop)
     warm_start.write_params(params, folder / 'start', 0)
+  if config.rollout.compile_first:
+    compile_decoders(parts, params)
   frozen = {'reference': loop.copy(params)} if parts.reference else {}
   fresh = loop.start(parts, params)
   state = loop.restore(parts, fresh, checkpoints)
@@ -120,6 +127,31 @@ def _run(
   before, after = summary['accuracy']['before'], summary['accuracy']['after']
   say(f'held-out accuracy {before:.3f} -> {after:.3f} in {state.step} steps; everything is in {folder}')
   return summary
+
+
+def compile_decoders(parts: Parts, params: PyTree) -> None:
+  """Compiles every program that training's and evaluation's decoders may need, so that no step waits for one."""
+  desks = parts.desk, parts.greedy
+  with progress('compiling the decoders', sum(sum(_listed(desk).values()) for desk in desks)) as advance:
+    for desk in desks:
+      compile_listed(desk.engine, params, prefill=desk.prefill, prompt_length=desk.prompt_length, advance=advance)
+
+
+def _listed(desk: Desk) -> Mapping[str, int]:
+  return listed(desk.engine.ladder, desk.prefill)
+
+
+def _listing(desk: Desk) -> str:
+  """What the console says of the decoder's shapes."""
+  ladder, sizes = desk.engine.ladder, _listed(desk)
+  return (
+    f'decoder: at most {sum(sizes.values())} programs, for {_either(ladder.slots)} slots, caches of '
+    f'{_either(ladder.lengths)} tokens and prefills of {_either(prefill_rows(desk.prefill))} rows'
+  )
+
+
+def _either(sizes: Sequence[int]) -> str:
+  return ' or '.join(map(str, sizes)) if len(sizes) < 5 else f'{sizes[0]}, {sizes[1]} ... {sizes[-1]}'
 
 
 def fine_tune(config: ConfigDict, workdir: str) -> Mapping[str, Any] | None:
@@ -226,8 +258,22 @@ def _summary(run: loop.Run, warm_seconds: float, seconds: float) -> Mapping[str,
 
 def header(config: ConfigDict, parts: Parts, folder: pathlib.Path, state: loop.Run | None) -> Mapping[str, Any]:
   """What a run ran on and with; for a run that goes on, the header that it began with and where it was taken up."""
-  devices = parts.base.mesh.devices.flatten()
-  now = {
+  now = {**origin(parts.base.mesh.devices.flatten()), 'mesh': dict(parts.base.mesh.shape)}
+  if state is not None:
+    began = read_json(folder / 'run.json')
+    return {**began, 'resumed': [*began['resumed'], {'step': state.step, **now}]}
+  return {
+    'config': plain(config.to_dict()),
+    'parameters': sum(x.size for x in jax.tree.leaves(parts.base.policy.shapes)),
+    **parts.header,
+    **now,
+    'resumed': [],
+  }
+
+
+def origin(devices: Sequence[jax.Device]) -> Mapping[str, Any]:
+  """Which code made a figure, with which packages, on which hardware, and when."""
+  return {
     'commit': _commit(),
     'python': platform.python_version(),
     'packages': {name: metadata.version(name) for name in PACKAGES},
@@ -238,18 +284,7 @@ def header(config: ConfigDict, parts: Parts, folder: pathlib.Path, state: loop.R
       'machine': platform.machine(),
       'processes': jax.process_count(),
     },
-    'mesh': dict(parts.base.mesh.shape),
     'time': time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
-  }
-  if state is not None:
-    began = read_json(folder / 'run.json')
-    return {**began, 'resumed': [*began['resumed'], {'step': state.step, **now}]}
-  return {
-    'config': plain(config.to_dict()),
-    'parameters': sum(x.size for x in jax.tree.leaves(parts.base.policy.shapes)),
-    **parts.header,
-    **now,
-    'resumed': [],
   }
 
 

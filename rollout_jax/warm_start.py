@@ -8,7 +8,7 @@ import functools
 import math
 import pathlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from rollout_jax import keys
 from rollout_jax.build import Base
 from rollout_jax.fetch import Fetcher
 from rollout_jax.mesh import replicated, sharding, shardings
+from rollout_jax.packing import first_fit
 from rollout_jax.resolve import flatten_diff
 from rollout_jax.training.checkpoint import Checkpointer
 from rollout_jax.training.sft import Packed, Plan, make_sft_step
@@ -108,6 +109,7 @@ def demonstrations(base: Base, plan: Plan, step: int) -> Packed:
   shape_RL = -(-plan.batch // shards) * shards, base.length
   packed = Packed(
     tokens_RL=np.full(shape_RL, base.tokenizer.pad, np.int32),
+    position_RL=np.zeros(shape_RL, np.int32),
     segment_RL=np.zeros(shape_RL, np.int32),
     keep_RL=np.zeros(shape_RL, np.float32),
   )
@@ -117,6 +119,7 @@ def demonstrations(base: Base, plan: Plan, step: int) -> Packed:
   for (asked, ids), (row, start) in zip(drawn, places, strict=True):
     end = start + len(ids)
     packed.tokens_RL[row, start:end] = ids
+    packed.position_RL[row, start:end] = np.arange(len(ids))
     packed.segment_RL[row, start:end] = packed.segment_RL[row].max() + 1
     packed.keep_RL[row, start + max(asked, 1) : end] = 1  # nothing predicts a first token
   return packed
@@ -139,19 +142,6 @@ def _demonstration(base: Base, plan: Plan, number: int) -> tuple[int, list[int]]
       f'Demonstration {index} has {len(ids)} tokens with its prompt, a row has {base.length}: raise rollout.answer_length.'
     )
   return len(asked), ids
-
-
-def first_fit(lengths: Sequence[int], room: int) -> list[tuple[int, int]]:
-  """The row and start of each sequence: the first row of `room` tokens with space left, the longest sequence first."""
-  used: list[int] = []
-  places = [(0, 0)] * len(lengths)
-  for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-    row = next((r for r, taken in enumerate(used) if taken + lengths[i] <= room), len(used))
-    if row == len(used):
-      used.append(0)
-    places[i] = row, used[row]
-    used[row] += lengths[i]
-  return places
 
 
 @functools.lru_cache(maxsize=2)

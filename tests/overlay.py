@@ -21,6 +21,7 @@ def shrink(config: ConfigDict, **changes) -> ConfigDict:
     'rollout.chunk': 8,
     'rollout.refill': 2,
     'microbatch': 8,
+    'sft.microbatch': 8,
     'evaluation.problems': 8,
     'evaluation.every': 0,
     'checkpoint.every': 2,

@@ -7,14 +7,14 @@ import pytest
 
 LIBRARY = pathlib.Path(__file__).parent.parent / 'rollout_jax'
 FLOORS = (
-  {'types', 'masked'},
+  {'types', 'masked', 'packing'},
   {'distribution', 'ratios', 'posterior', 'keys', 'mesh', 'resolve', 'fetch', 'ledger', 'writers', 'signal', 'clock'},
   {'models', 'transforms', 'curricula', 'losses', 'schedulers', 'tasks'},
   {'decoding', 'training'},
   {'rollout'},
-  {'evaluate', 'report', 'check'},
+  {'evaluate', 'report', 'check', 'planner'},
   {'build'},
-  {'record', 'warm_start'},
+  {'record', 'warm_start', 'bench'},
   {'loop'},
   {'run'},
 )

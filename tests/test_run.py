@@ -17,6 +17,7 @@ import pytest
 from configs import base
 from rollout_jax import loop, warm_start
 from rollout_jax.build import build, build_verifier
+from rollout_jax.decoding.listing import compile_listed, listed
 from rollout_jax.run import evaluate_folder, run
 from rollout_jax.tasks import product
 from rollout_jax.training.checkpoint import Checkpointer
@@ -56,6 +57,9 @@ def test_a_run_cut_at_any_step_continues_identically(machine, changes):
 def test_nothing_is_traced_after_the_second_step_and_fetches_are_counted(machine):
   runner = machine(checkpoint__every=100)
   parts, counts = runner.parts, []
+  desk = parts.desk
+  sizes = listed(desk.engine.ladder, desk.prefill)
+  existing = lambda: {name: desk.engine.programs[name]._cache_size() for name in sizes}
 
   class Watch(Writers):
     def step(self, step, metrics, rollouts=()):
@@ -63,9 +67,12 @@ def test_nothing_is_traced_after_the_second_step_and_fetches_are_counted(machine
       counts.append((step, runner.clock.traced, runner.clock.compiled, dict(parts.fetcher.counts), metrics))
 
   with jax.set_mesh(parts.base.mesh), Checkpointer(runner.folder / 'checkpoints', keep=1) as checkpoints:
+    params = warm_start.random_params(parts.base, 0)
+    compile_listed(desk.engine, params, prefill=desk.prefill, prompt_length=desk.prompt_length)
+    assert existing() == sizes
     loop.train(
       parts,
-      loop.start(parts, warm_start.random_params(parts.base, 0)),
+      loop.start(parts, params),
       steps=6,
       frozen={},
       writers=Watch(runner.folder, steps=6, shown=SHOWN),
@@ -78,6 +85,7 @@ def test_nothing_is_traced_after_the_second_step_and_fetches_are_counted(machine
   traced = {step: traced for step, traced, *_ in counts}
   compiled = {step: compiled for step, _, compiled, *_ in counts}
   assert traced[5] == traced[2] and compiled[5] == compiled[2]
+  assert existing() == sizes
   for (step, *_, before, _), (_, *_, after, _) in zip(counts[1:4], counts[2:5], strict=True):
     fetched = {name: after.get(name, 0) - before.get(name, 0) for name in after}
     chunks = counts[step][-1]['engine/chunks']

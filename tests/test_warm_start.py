@@ -9,10 +9,10 @@ import pytest
 from configs import base
 from rollout_jax import keys, warm_start
 from rollout_jax.build import build_base, build_sft, ingredients
+from rollout_jax.packing import first_fit
 from rollout_jax.training.sft import Packed, make_sft_step
 from rollout_jax.training.state import init_state
 from rollout_jax.types import ConfigError, Stopped
-from rollout_jax.warm_start import first_fit
 from tests import machines, tiny
 from tests.overlay import shrink
 
@@ -53,10 +53,11 @@ def test_an_update_is_the_gradient_of_the_mean_over_learned_tokens_whatever_the_
     return -total / sum(len(ids) - asked for ids in sequences)
 
   def rows(places):
-    packed = Packed(*(np.zeros((6, room), kind) for kind in (np.int32, np.int32, np.float32)))
+    packed = Packed(*(np.zeros((6, room), kind) for kind in (np.int32, np.int32, np.int32, np.float32)))
     for number, (ids, (row, start)) in enumerate(zip(sequences, places, strict=True), start=1):
       end = start + len(ids)
-      packed.tokens_RL[row, start:end], packed.segment_RL[row, start:end] = ids, number
+      packed.tokens_RL[row, start:end], packed.position_RL[row, start:end] = ids, np.arange(len(ids))
+      packed.segment_RL[row, start:end] = number
       packed.keep_RL[row, start + asked : end] = 1
     return packed
 

@@ -6,114 +6,115 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from rollout_jax.distribution import Distribution
 from rollout_jax.models.transformer import Policy
-from rollout_jax.training.microbatch import fill
+from rollout_jax.training.microbatch import fold
+from rollout_jax.training.packing import Layout, Places, pack_rows
 from rollout_jax.types import Array, PyTree
 
-
-def score(
-  policy: Policy, distribution: Distribution, params: PyTree, tokens_BT: Array, segment_BT: Array | None = None
-) -> tuple[Array, Array, Array]:
-  """For each token given those before it: log-prob, whether the sampling distribution holds it, and the entropy there.
-
-  All three are [B, T]; the first position, which nothing predicts, has log-prob 0 and counts as held. Rows are
-  left-aligned, so padding at the right is seen by no real token. Where `segment_BT` packs several sequences into a row,
-  positions start anew with each and none sees another; what it gives for the first token of a segment means nothing.
-  """
-  rows, length = tokens_BT.shape
-  position_BT = jnp.broadcast_to(jnp.arange(length - 1), (rows, length - 1))
-  if segment_BT is not None:
-    segment_BT = segment_BT[:, :-1]
-    position_BT = position_BT - _starts(segment_BT)
-  hidden_BTD = policy.hidden(params, tokens_BT[:, :-1], position_BT, segment_BT)
-  logits_BTV = policy.logits(params, hidden_BTD)
-  logp_BT, inside_BT = distribution.score(logits_BTV, tokens_BT[:, 1:])
-  entropy_BT = distribution.entropy(jax.lax.stop_gradient(logits_BTV))
-  first = ((0, 0), (1, 0))
-  return jnp.pad(logp_BT, first), jnp.pad(inside_BT, first, constant_values=True), jnp.pad(entropy_BT, first)
-
-
-def _starts(segment_BT: Array) -> Array:
-  """The index [B, T] at which the segment of each entry starts."""
-  new_BT = segment_BT[:, 1:] != segment_BT[:, :-1]
-  index_T = jnp.arange(1, segment_BT.shape[1])
-  return jax.lax.cummax(jnp.pad(jnp.where(new_BT, index_T, 0), ((0, 0), (1, 0))), axis=1)
+Scores = tuple[Array, Array, Array]
 
 
 class Scorer(NamedTuple):
-  """How the rows of a batch are scored, `together` at a time; `filters`: the distribution may not hold every token.
+  """How the rows of a batch are scored.
 
-  score(params, tokens_BT, prompt_B) -> (logp_BT, inside_BT, entropy_BT) as from `score`; row b's prompt has prompt_B[b] tokens.
+  score(params, tokens_RL, places) -> (logp_RL, inside_RL, entropy_RL): for each token given those before it, its log-prob,
+    whether the sampling distribution holds it, and the entropy there. What stands at the first token of a sequence, which
+    nothing predicts, means nothing; so with a `chunk` do the tokens of a shared prompt.
+  layout(prompt_B, cut_B, width) -> Layout of rows as from `pack_rows`.
+  `together` rows share a prompt; `filters`: the distribution may not hold every token.
   """
 
-  score: Callable[[PyTree, Array, Array], tuple[Array, Array, Array]]
+  score: Callable[[PyTree, Array, Places], Scores]
+  layout: Callable[[Array, Array, int], Layout]
   together: int
   filters: bool
 
 
-def scorer(policy: Policy, distribution: Distribution) -> Scorer:
-  """Each row by itself."""
-  return Scorer(lambda params, tokens_BT, _: score(policy, distribution, params, tokens_BT), 1, distribution.filters)
-
-
-def group_scorer(policy: Policy, distribution: Distribution, group: int, prompt_length: int) -> Scorer:
-  """Groups of `group` rows with one prompt of up to `prompt_length` tokens, which is computed once for all of them.
-
-  The same log-probs and gradients as each row by itself, for P * L + B * A tokens of work instead of B * T = B * (L + A)
-  (PrefixGrouper, arXiv 2506.05433). It is what the decoder does: the prompt is prefilled, and its keys and values are
-  copied to each row, which goes on from its prompt's last token; the copies' gradients add up. Prompt tokens get no
-  log-prob. Over devices, microbatches of fewer groups than data * fsdp are computed whole on each of them.
-  """
+def scorer(
+  policy: Policy, distribution: Distribution, *, length: int, together: int = 1, chunk: int = 0, remat: str = 'none'
+) -> Scorer:
+  """Rows packed into rows of `length` tokens; see `score` for the options."""
   return Scorer(
-    functools.partial(_score_groups, policy, distribution, group, prompt_length), group, distribution.filters
+    functools.partial(score, policy, distribution, chunk=chunk, remat=remat),
+    functools.partial(pack_rows, length=length, together=together),
+    together,
+    distribution.filters,
   )
 
 
-def _score_groups(
+def score(
   policy: Policy,
   distribution: Distribution,
-  group: int,
-  prompt_length: int,
   params: PyTree,
-  tokens_BT: Array,
-  prompt_B: Array,
-) -> tuple[Array, Array, Array]:
-  T = tokens_BT.shape[1]
-  prompt_PG = prompt_B.reshape(-1, group)
-  longest_P = jnp.argmax(prompt_PG, axis=1)  # a row that is there, if any row of its group is
-  asked_P1T = jnp.take_along_axis(tokens_BT.reshape(-1, group, T), longest_P[:, None, None], axis=1)
-  asked_PL = asked_P1T[:, 0, :prompt_length]
-  position_PL = jnp.broadcast_to(jnp.arange(prompt_length), asked_PL.shape)
-  _, cache = policy.hidden(params, asked_PL, position_PL, cache=policy.new_cache(len(asked_PL), T))
-  cache = jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), cache)
-  last_B = jnp.maximum(jnp.repeat(jnp.max(prompt_PG, axis=1), group), 1) - 1
-  fed_BA = last_B[:, None] + jnp.arange(T - prompt_length)[None, :]
-  hidden_BAD, _ = policy.hidden(params, jnp.take_along_axis(tokens_BT, fed_BA, axis=1), fed_BA, cache=cache)
-  logits_BAV = policy.logits(params, hidden_BAD)
-  logp_BA, inside_BA = distribution.score(logits_BAV, jnp.take_along_axis(tokens_BT, fed_BA + 1, axis=1))
-  entropy_BA = distribution.entropy(jax.lax.stop_gradient(logits_BAV))
+  tokens_RL: Array,
+  places: Places,
+  *,
+  chunk: int = 0,
+  remat: str = 'none',
+) -> Scores:
+  """Scores as of `Scorer.score`.
 
-  def place(x_BA: Array, elsewhere: float | bool) -> Array:
-    empty_T = jnp.full((T,), elsewhere, x_BA.dtype)
-    return jax.vmap(lambda x_A, fed_A: empty_T.at[fed_A + 1].set(x_A))(x_BA, fed_BA)
+  Logits of all places are made at once, or with a `chunk` those of so many columns at a time, of which none is kept for the
+  backward pass. `remat` says what the layers keep for it (models/transformer.py).
+  """
+  hidden_RLD = policy.hidden(params, tokens_RL, places.position_RL, places.segment_RL, places.branch_RL, remat=remat)
+  if places.before_RL is None:
+    hidden_RLD = jnp.pad(hidden_RLD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+  else:
+    hidden_RLD = jnp.take_along_axis(hidden_RLD, places.before_RL[:, :, None], axis=1)
 
-  return place(logp_BA, 0.0), place(inside_BA, True), place(entropy_BA, 0.0)
+  def each(hidden_RLD: Array, tokens_RL: Array) -> Scores:
+    logits_RLV = policy.logits(params, hidden_RLD)
+    logp_RL, inside_RL = distribution.score(logits_RLV, tokens_RL)
+    return logp_RL, inside_RL, distribution.entropy(jax.lax.stop_gradient(logits_RLV))
+
+  if not chunk:
+    return each(hidden_RLD, tokens_RL)
+  return _by_columns(each, hidden_RLD, tokens_RL, _predicted(places), chunk)
+
+
+def _predicted(places: Places) -> Array:
+  """Which places hold a token that somebody may want scored, [R, L]."""
+  wanted_RL = (places.segment_RL > 0) & (places.position_RL > 0)
+  return wanted_RL if places.branch_RL is None else wanted_RL & (places.branch_RL > 0)
+
+
+def _by_columns(
+  each: Callable[[Array, Array], Scores], hidden_RLD: Array, tokens_RL: Array, wanted_RL: Array, chunk: int
+) -> Scores:
+  """`each` of the wanted places, which are moved to the front of their rows; columns behind the last of them cost nothing."""
+  rows, length = tokens_RL.shape
+  order_RL = jnp.argsort(~wanted_RL, axis=1, stable=True)
+  most = jnp.max(jnp.sum(wanted_RL, axis=1))
+  ids_cRn = jnp.pad(order_RL, ((0, 0), (0, -length % chunk))).reshape(rows, -1, chunk).swapaxes(0, 1)
+  take = lambda x, ids: jnp.take_along_axis(x, ids.reshape(ids.shape + (1,) * (x.ndim - 2)), axis=1)
+  nothing = lambda hidden, tokens: jax.tree.map(
+    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(each, hidden, tokens)
+  )
+
+  @jax.checkpoint
+  def columns(start_ids):
+    start, ids_Rn = start_ids
+    return lax.cond(start < most, each, nothing, take(hidden_RLD, ids_Rn), take(tokens_RL, ids_Rn))
+
+  found = lax.map(columns, (jnp.arange(len(ids_cRn)) * chunk, ids_cRn))
+  back_RL = jnp.argsort(order_RL, axis=1)
+  in_order = lambda x_cRn: take(x_cRn.swapaxes(0, 1).reshape(rows, -1), back_RL)
+  return jax.tree.map(in_order, found)
 
 
 def score_rows(
-  scorer: Scorer, params: PyTree, tokens_BT: Array, prompt_B: Array, live_B: Array, micro: int
+  scorer: Scorer, params: PyTree, tokens_BT: Array, prompt_B: Array, cut_B: Array, micro: int
 ) -> tuple[Array, Array]:
-  """Log-probs [B, T] of the rows that are live and whether the distribution holds the tokens, in microbatches.
+  """Log-probs [B, T] of what rows need (cut_B tokens each), and 1 where the distribution holds the token; zero elsewhere."""
+  shape = tokens_BT.shape
 
-  Both are zero for microbatches without a live row.
-  """
+  def body(rows: Layout) -> tuple[Array, Array]:
+    logp_mL, inside_mL, _ = scorer.score(params, rows.take(tokens_BT), rows.places)
+    return rows.put(logp_mL, shape), rows.put(inside_mL.astype(jnp.float32), shape)
 
-  def body(rows: tuple[Array, Array]) -> tuple[Array, Array]:
-    logp_mT, inside_mT, _ = scorer.score(params, *rows)
-    return logp_mT, inside_mT.astype(jnp.float32)
-
-  like = jax.ShapeDtypeStruct(tokens_BT.shape, jnp.float32)
-  scored = fill(body, (tokens_BT, prompt_B), live_B, micro, (like, like), scorer.together)
-  return jax.lax.stop_gradient(scored)
+  layout = scorer.layout(prompt_B, cut_B, shape[1])
+  return lax.stop_gradient(fold(body, layout, layout.token_RL[:, 0] > 0, micro))

@@ -12,6 +12,7 @@ from rollout_jax import masked
 from rollout_jax.distribution import distribution
 from rollout_jax.models.transformer import Policy
 from rollout_jax.training.microbatch import fold
+from rollout_jax.training.packing import Places
 from rollout_jax.training.score import score
 from rollout_jax.training.state import TrainState
 from rollout_jax.types import Array, PyTree
@@ -35,6 +36,7 @@ class Packed:
   """Demonstrations packed into rows; those that are not needed are empty and cost nothing."""
 
   tokens_RL: Array
+  position_RL: Array  # index of the token in its demonstration
   segment_RL: Array  # which demonstration of its row a token is of, from 1; 0 is padding
   keep_RL: Array  # 1 at the tokens that are learned
 
@@ -50,7 +52,7 @@ def make_sft_step(
 
     def of_microbatch(rows: Packed) -> tuple[Array, PyTree]:
       def loss(params: PyTree) -> Array:
-        logp_mL, _, _ = score(policy, plain, params, rows.tokens_RL, rows.segment_RL)
+        logp_mL, _, _ = score(policy, plain, params, rows.tokens_RL, Places(rows.position_RL, rows.segment_RL))
         return -masked.total(logp_mL, rows.keep_RL) / kept
 
       return jax.value_and_grad(loss)(state.params['policy'])

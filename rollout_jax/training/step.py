@@ -11,6 +11,7 @@ masked before anything is counted. What a step reports, each a mean over kept to
   policy/entropy      of the sampling distribution where the tokens were drawn
   gap/mean, ratio     |learner - behaviour log-prob| and exp of it, signed, at the first update: on policy 0 and 1
   gap/above_X         share of tokens whose gap is more than X; gap/outside: share that was masked as above
+  packing/rows        packed rows that were forwarded; packing/filled: share of their places that hold a token
   update/norm         gradient norm before clipping, over updates that were applied
   update/applied, not_finite, empty   share of the step's updates that were applied, skipped, or had no kept token
   update/bad_in_a_row                 skipped updates in a row so far
@@ -27,6 +28,7 @@ from jax import lax
 
 from rollout_jax import keys, masked
 from rollout_jax.training.microbatch import fold
+from rollout_jax.training.packing import Layout, Places, cuts
 from rollout_jax.training.score import Scorer, score_rows
 from rollout_jax.training.state import TrainState
 from rollout_jax.transforms.chain import Chain
@@ -34,18 +36,18 @@ from rollout_jax.types import Array, ConfigError, Curriculum, Loss, Mean, PyTree
 
 
 @flax.struct.dataclass
-class Rows:
-  """What a loss needs of each row, [B, ...]; a microbatch is some of these rows."""
+class Columns:
+  """What a loss needs of each token, [B, T], or [R, L] once rows are packed."""
 
-  tokens_BT: Array
-  prompt_B: Array  # tokens of the prompt
-  keep_BT: Array
-  correction_BT: Array
-  advantage_BT: Array
-  behaviour_logp_BT: Array
-  proximal_logp_BT: Array | None
-  reference_logp_BT: Array | None
-  weight_B: Array  # the aggregation's weight of each token of the row
+  tokens: Array
+  row: Array  # its row of the minibatch
+  keep: Array
+  correction: Array
+  advantage: Array
+  behaviour_logp: Array
+  proximal_logp: Array | None
+  reference_logp: Array | None
+  weight: Array  # the aggregation's weight of each token of the row
 
 
 class Objective(NamedTuple):
@@ -56,7 +58,7 @@ class Objective(NamedTuple):
 
 
 class Schedule(NamedTuple):
-  """How often a batch is used: epochs over it, minibatches (optimizer steps) an epoch, rows a microbatch, and the run's seed."""
+  """How often a batch is used: epochs, minibatches (optimizer steps) an epoch, packed rows a microbatch, and the seed."""
 
   epochs: int
   minibatches: int
@@ -87,9 +89,8 @@ def make_train_step(
     extra = {'version': state.step}
     rewarded = chain.reward(collected, state.transform_state, **extra)
     batch, transform_state, report = chain.before_score(collected, state.transform_state, **extra)
-    live_B = _rows(jnp.any(batch.keep_PGT > 0, axis=2))
     _check_group(scorer, batch)
-    rows = _rows(batch.tokens_PGT), _prompt_lengths(batch), live_B, schedule.micro
+    rows = _rows(batch.tokens_PGT), _prompt_lengths(batch), cuts(_rows(batch.keep_PGT)), schedule.micro
     if score_proximal or scorer.filters:
       logp_BT, inside_BT = score_rows(scorer, state.params['policy'], *rows)
       report['gap/outside'] = masked.average(1 - inside_BT, _rows(batch.keep_PGT * batch.exists_PG[:, :, None]))
@@ -133,34 +134,44 @@ def make_train_step(
     _check_group(scorer, batch)
     keep_PGT = batch.keep_PGT * batch.exists_PG[:, :, None]
     kept_PG = jnp.sum(keep_PGT, axis=2)
-    live_B = _rows(kept_PG > 0)
-    rows = Rows(
-      tokens_BT=_rows(batch.tokens_PGT),
-      prompt_B=_prompt_lengths(batch),
-      keep_BT=_rows(keep_PGT),
-      correction_BT=_rows(batch.correction_PGT),
-      advantage_BT=_rows(batch.advantage_PGT),
-      behaviour_logp_BT=_rows(batch.behaviour_logp_PGT),
-      proximal_logp_BT=_rows(batch.proximal_logp_PGT),
-      reference_logp_BT=_rows(batch.reference_logp_PGT),
-      weight_B=_rows(objective.row_weight(kept_PG, batch.original_PG)),
+    B, T = kept_PG.size, batch.shape[2]
+    each = lambda x_B: jnp.broadcast_to(x_B[:, None], (B, T))
+    columns = Columns(
+      tokens=_rows(batch.tokens_PGT),
+      row=each(jnp.arange(B)),
+      keep=_rows(keep_PGT),
+      correction=_rows(batch.correction_PGT),
+      advantage=_rows(batch.advantage_PGT),
+      behaviour_logp=_rows(batch.behaviour_logp_PGT),
+      proximal_logp=_rows(batch.proximal_logp_PGT),
+      reference_logp=_rows(batch.reference_logp_PGT),
+      weight=each(_rows(objective.row_weight(kept_PG, batch.original_PG))),
     )
-    rows = jax.lax.stop_gradient(rows)
-    known_BT = rows.behaviour_logp_BT if rows.proximal_logp_BT is None else rows.proximal_logp_BT
-    scalars = objective.loss.prepare(_flatten(rows, known_BT))
+    columns = lax.stop_gradient(columns)
+    known = columns.behaviour_logp if columns.proximal_logp is None else columns.proximal_logp
+    scalars = objective.loss.prepare(_flatten(columns, known, B))
+    layout = scorer.layout(_prompt_lengths(batch), cuts(columns.keep), T)
 
-    def of_microbatch(rows: Rows) -> tuple[Array, PyTree, Report]:
-      value = lambda params: _weighted_loss(params, rows, scalars)
+    def of_microbatch(rows: Layout) -> tuple[Array, PyTree, Report]:
+      mine = jax.tree.map(rows.take, columns)
+      value = lambda params: _weighted_loss(params, mine, rows.places, scalars, B)
       (loss, report), gradient = jax.value_and_grad(value, has_aux=True)(state.params['policy'])
       return loss, gradient, report
 
-    loss, gradient, report = fold(of_microbatch, rows, live_B, schedule.micro, scorer.together)
-    return _apply(state, loss, gradient, jnp.any(live_B), report)
+    used_R = layout.token_RL[:, 0] > 0
+    loss, gradient, report = fold(of_microbatch, layout, used_R, schedule.micro)
+    report['packing/rows'] = masked.count(used_R)
+    report['packing/filled'] = masked.average(
+      layout.token_RL > 0, jnp.broadcast_to(used_R[:, None], layout.token_RL.shape)
+    )
+    return _apply(state, loss, gradient, jnp.any(used_R), report)
 
-  def _weighted_loss(params: PyTree, rows: Rows, scalars: PyTree) -> tuple[Array, Report]:
-    learner_BT, _, entropy_BT = scorer.score(params, rows.tokens_BT, rows.prompt_B)
-    tokens = _flatten(rows, learner_BT)
-    weight_n = rows.weight_B[tokens.row_n] * tokens.coefficient_n
+  def _weighted_loss(
+    params: PyTree, columns: Columns, places: Places, scalars: PyTree, rows: int
+  ) -> tuple[Array, Report]:
+    learner_mL, _, entropy_mL = scorer.score(params, columns.tokens, places)
+    tokens = _flatten(columns, learner_mL, rows)
+    weight_n = columns.weight.reshape(-1) * tokens.coefficient_n
 
     def weighted(learner_n: Array) -> tuple[Array, Report]:
       loss_n, report = objective.loss.value(tokens.replace(learner_logp_n=learner_n), scalars)
@@ -171,7 +182,7 @@ def make_train_step(
     report = {
       **report,
       **_gap(tokens),
-      'policy/entropy': masked.average(entropy_BT.reshape(-1), tokens.keep_n),
+      'policy/entropy': masked.average(entropy_mL.reshape(-1), tokens.keep_n),
       'loss/effective': masked.average(slope_n != 0, tokens.keep_n),
     }
     return loss, report
@@ -227,20 +238,19 @@ def _prompt_lengths(batch: RolloutBatch) -> Array:
   return jnp.sum(jnp.cumprod(_rows(batch.source_PGT) == Source.PROMPT, axis=1), axis=1)
 
 
-def _flatten(rows: Rows, learner_BT: Array) -> Tokens:
-  count, length = rows.tokens_BT.shape
-  flat = lambda x_BT: None if x_BT is None else x_BT.reshape(-1)
-  proximal_BT = lax.stop_gradient(learner_BT) if rows.proximal_logp_BT is None else rows.proximal_logp_BT
+def _flatten(columns: Columns, learner: Array, rows: int) -> Tokens:
+  flat = lambda x: None if x is None else x.reshape(-1)
+  proximal = lax.stop_gradient(learner) if columns.proximal_logp is None else columns.proximal_logp
   return Tokens(
-    learner_logp_n=flat(learner_BT),
-    proximal_logp_n=flat(proximal_BT),
-    behaviour_logp_n=flat(rows.behaviour_logp_BT),
-    reference_logp_n=flat(rows.reference_logp_BT),
-    advantage_n=flat(rows.advantage_BT),
-    keep_n=flat(rows.keep_BT),
-    coefficient_n=flat(rows.keep_BT * rows.correction_BT),
-    row_n=jnp.repeat(jnp.arange(count), length),
-    rows=count,
+    learner_logp_n=flat(learner),
+    proximal_logp_n=flat(proximal),
+    behaviour_logp_n=flat(columns.behaviour_logp),
+    reference_logp_n=flat(columns.reference_logp),
+    advantage_n=flat(columns.advantage),
+    keep_n=flat(columns.keep),
+    coefficient_n=flat(columns.keep * columns.correction),
+    row_n=flat(columns.row),
+    rows=rows,
   )
 
 
