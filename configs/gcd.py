@@ -15,7 +15,7 @@ def get_config():
   config = quickstart.get_config()
   config.task = 'gcd'
   config.gcd.hasty = 0.6
-  config.rollout.group, config.rollout.slots = 8, 128
+  config.rollout.group, config.rollout.slots, config.microbatch = 8, 128, 2
   config.rollout.prompt_length, config.rollout.answer_length = 10, 51
   config.sft.steps, config.sft.decay_to = 200, 0.3
   config.steps = 100

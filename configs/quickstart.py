@@ -15,7 +15,7 @@ def get_config():
   config.task = 'countdown'
   config.rollout.prompt_length, config.rollout.answer_length = 12, 10
   config.rollout.group, config.rollout.slots = 16, 256
-  config.microbatch, config.share_prompts = 32, True
+  config.microbatch, config.share_prompts = 4, True
   config.sft.steps, config.sft.decay_to = 140, 1.0  # cut short
   config.optimizer.learning_rate, config.optimizer.decay, config.optimizer.decay_to = 2e-4, 'linear', 0.05
   config.steps = 1800
